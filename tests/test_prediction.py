@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -194,7 +193,7 @@ def test_the_accuracy_check_of_code_for_another_machine(
 ) -> None:
     """It reads with code for this machine, of which nothing is left."""
 
-    def build_what_runs_here(kernels: Iterable[Kernel], output: Path, isa: Isa, stop: Event | None) -> None:
+    def build_what_runs_here(kernels: Iterable[Kernel], output: Path, isa: Isa, *_: Any) -> None:
         if is_machine(isa.machine):
             build_host_library(kernels, output, isa)
         else:

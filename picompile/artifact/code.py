@@ -78,10 +78,9 @@ def build_code(
     set.
     """
     (folder / "kernels").mkdir(exist_ok=True)
-    with progress.step("kernels", len(code)) as advance:
+    with progress.step("kernels", len(code) * len(lowered.kernels)) as advance:
         for each in code:
-            build_host_library(lowered.kernels_for(each.isa), folder / each.file, each.isa, stop)
-            advance(1)
+            build_host_library(lowered.kernels_for(each.isa), folder / each.file, each.isa, stop, advance)
 
 
 @contextmanager

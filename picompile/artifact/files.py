@@ -8,8 +8,9 @@ the processor looks up 512 times fewer addresses.
 
 import hashlib
 import shutil
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ from picompile_runtime.artifact.manifest import WEIGHTS
 
 BLOCK_BYTES = 2 << 20
 
+# Tensors that are made ahead of being written take no more than this together, unless there is but one.
+_AHEAD_BYTES = 64 << 20
 # Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.
 _OTHER_BYTES = 64 << 20
 _SAFETENSORS_DTYPE = {"float32": "F32", "uint8": "U8"}
@@ -95,10 +98,12 @@ def write_weights(
     evaluate: Evaluate,
     advance: Callable[[int], None],
     unchanged: Mapping[str, FileRange] | None = None,
+    *,
+    makers: int = 1,
 ) -> str:
     """Write the packed tensors one at a time; return the file's sha256.
 
-    While a tensor is hashed and written, the next one is made.
+    While a tensor is hashed and written, the next ones are made.
 
     Args:
         path: the file to write.
@@ -106,28 +111,53 @@ def write_weights(
         evaluate: gives the value of a constant subgraph.
         advance: receives the size of each tensor that is written, in bytes.
         unchanged: where the bytes of some tensors lie already, by name; they are copied from there.
+        makers: how many small tensors are made at a time, where `evaluate` may be called by several threads.
     """
     digest = hashlib.sha256()
-    with BlockFile(path) as file, ThreadPoolExecutor(1) as behind:
+    with BlockFile(path) as file, ThreadPoolExecutor(1) as behind, ThreadPoolExecutor(makers) as ahead:
 
         def write(data: bytes | memoryview) -> None:
             digest.update(data)
             file.write(data)
 
-        written = behind.submit(write, _safetensors_header(tensors))
-        for tensor in tensors:
-            expected = tensor_bytes(tensor.dtype, tensor.shape)
+        def begin(tensor: PackedTensor, expected: int) -> "Future[Callable[[], None]]":
             if unchanged is not None and tensor.name in unchanged:
-                job = partial(_copy, unchanged[tensor.name], write)
-            else:
-                job = partial(write, _made(tensor, expected, evaluate))
-            # Memory holds two tensors: this one, and the one before until it is written.
+                source = unchanged[tensor.name]
+                return ahead.submit(lambda: partial(_copy, source, write))
+            return ahead.submit(lambda: partial(write, _made(tensor, expected, evaluate)))
+
+        written = behind.submit(write, _safetensors_header(tensors))
+        begun: deque[tuple[int, Future[Callable[[], None]]]] = deque()
+        try:
+            for tensor in tensors:
+                expected = tensor_bytes(tensor.dtype, tensor.shape)
+                # Memory holds two large tensors: this one, and the one before until it is written.
+                while begun and (len(begun) >= makers or sum(size for size, _ in begun) + expected > _AHEAD_BYTES):
+                    written = _next(begun, written, behind, advance)
+                begun.append((expected, begin(tensor, expected)))
+            while begun:
+                written = _next(begun, written, behind, advance)
             written.result()
-            written = behind.submit(job)
-            del job
-            advance(expected)
-        written.result()
+        except BaseException:
+            for _, each in begun:
+                each.cancel()
+            raise
     return digest.hexdigest()
+
+
+def _next(
+    begun: "deque[tuple[int, Future[Callable[[], None]]]]",
+    written: "Future[None]",
+    behind: ThreadPoolExecutor,
+    advance: Callable[[int], None],
+) -> "Future[None]":
+    """Have the first of the tensors that were begun written, once it is made and the one before is written."""
+    size, made = begun.popleft()
+    job = made.result()
+    written.result()
+    result = behind.submit(job)
+    advance(size)
+    return result
 
 
 def _made(tensor: PackedTensor, expected: int, evaluate: Evaluate) -> memoryview:

@@ -44,7 +44,8 @@ class ModelChecks:
         return self._found
 
     def _check(self) -> TokenizerFiles:
-        tokenizer = read_tokenizer(self._checkpoint, self._captured.facts.vocab)
+        with self._progress.step("tokenizer"):
+            tokenizer = read_tokenizer(self._checkpoint, self._captured.facts.vocab)
         for line in filter(None, (tokenizer.reason, *tokenizer.notes)):
             self._progress.say(line)
         require_comparable(self._options, tokenizer)

@@ -15,6 +15,7 @@ from picompile.output import OutputPath, reserve
 from picompile.processes import uncollected
 from picompile.progress import NoProgress, Progress
 from picompile_codegen.build.object_cache import find_object
+from picompile_passes.formats import rounding_library
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import Captured
@@ -51,6 +52,7 @@ def compile_model(
     # Before anything is made beside it.
     check()
     with reserve(output, overwrite=options.overwrite, check=check) as place:
+        rounding_library.begin()
         key = structure_key(model, options)
         if key is not None and _compiled_as_known(place, model, options, key, progress):
             return None

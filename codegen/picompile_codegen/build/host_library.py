@@ -6,7 +6,7 @@ import platform
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -105,20 +105,24 @@ _MOST_THREADS = 8
 
 
 def build_host_library(
-    kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[DEFAULT_ISA], stop: Event | None = None
+    kernels: Iterable[Kernel],
+    output: Path,
+    isa: Isa = ISAS[DEFAULT_ISA],
+    stop: Event | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Compile `kernels`, written for `isa`, and write the shared library to `output`, which may exist already.
 
-    Kernels of the same name are taken to be the same. Once `stop` is set, no further kernel is begun. Raises
-    `BuildError` with the compiler's message or where it was stopped, and `ToolchainError` where there is no C compiler
-    for machines of `isa`.
+    Kernels of the same name are taken to be the same. `advance` receives 1 for each that is compiled. Once `stop` is
+    set, no further kernel is begun. Raises `BuildError` with the compiler's message or where it was stopped, and
+    `ToolchainError` where there is no C compiler for machines of `isa`.
     """
     compiler = c_compiler(isa)
     functions = {kernel.name: _written_for(isa, kernel) for kernel in kernels}
     with temporary_folder() as folder:
         found = {f"{source.stem}.c.o": _compiled_source(compiler, source, folder) for source in _SOURCES}
         found["interfaces.o"] = _compiled_interfaces(compiler, functions.values(), folder)
-        objects = _compile_all([functions[name] for name in sorted(functions)], isa, stop or Event())
+        objects = _compile_all([functions[name] for name in sorted(functions)], isa, stop or Event(), advance)
         found |= {f"{number}.o": content for number, content in enumerate(objects)}
         for name, content in found.items():
             _write(folder / name, content)
@@ -134,14 +138,16 @@ def _written_for(isa: Isa, kernel: Kernel) -> Kernel:
     return kernel
 
 
-def _compile_all(kernels: Sequence[Kernel], isa: Isa, stop: Event) -> list[bytes]:
+def _compile_all(kernels: Sequence[Kernel], isa: Isa, stop: Event, advance: Callable[[int], None]) -> list[bytes]:
     """Return each kernel's object. TVM and LLVM, which compile without Python's lock, do several side by side."""
     target = llvm_target(isa)
 
     def compile_one(kernel: Kernel) -> bytes:
         if stop.is_set():
             raise BuildError("stopped before all kernels were compiled")
-        return kernel_object(kernel, isa, target)
+        made = kernel_object(kernel, isa, target)
+        advance(1)
+        return made
 
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
         waiting = [pool.submit(compile_one, kernel) for kernel in kernels]

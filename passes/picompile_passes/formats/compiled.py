@@ -1,4 +1,4 @@
-"""Rounding and packing of rows in compiled code, on all cores: `native/rounding.c`, which gcc makes when it is needed.
+"""Rounding and packing of rows in compiled code, on all cores: `native/rounding.c`.
 
 `packing.py` and `grids.py` are the reference. Packing gives the same bytes; rounding searches the same scales and
 minima, and may differ from it where two of them are equally good.
@@ -6,23 +6,16 @@ minima, and may differ from it where two of them are equally good.
 
 import ctypes
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
+from picompile_passes.formats import rounding_library
 from picompile_passes.formats.codec import E8M0, FLOAT16, ZERO_STEPS, Codec, ScaleType
 from picompile_passes.formats.grids import STEPS, GroupGrid
 
-_SOURCE = Path(__file__).with_name("native") / "rounding.c"
-# Neither contracted nor reassociated: the same weights give the same bytes on every machine.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
 _MOST_PLANES = 2
 # Rows of a task have about so many weights, and what it rounds is this long in float32.
 _TASK_WEIGHTS = 1 << 18
@@ -39,18 +32,6 @@ class _Format(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("lowest", "highest", "scale", "shift", "steps")),
         ("zero", ctypes.c_float),
     )
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled code, None where there is no gcc, or where it fails."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        return None
-    with TemporaryDirectory(prefix="picompile-rounding-") as folder:
-        path = Path(folder) / "rounding.so"
-        built = subprocess.run([compiler, *_FLAGS, "-o", path, _SOURCE, "-lm"], capture_output=True, check=False)
-        return ctypes.CDLL(str(path)) if built.returncode == 0 else None
 
 
 def _kind(scale: ScaleType | None) -> int:
@@ -84,12 +65,12 @@ def _format(form: Codec, columns: int, steps: int) -> _Format:
 
 def rounds(form: Codec) -> bool:
     """Return whether compiled code rounds to `form`: whole numbers of 8 bits or fewer."""
-    return (form.fitted or (form.data_bits == 8 and not form.table)) and library() is not None
+    return (form.fitted or (form.data_bits == 8 and not form.table)) and rounding_library.library() is not None
 
 
 def round_rows(weight: Tensor, form: Codec) -> Tensor:
     """Return `weight` [rows, columns], rounded and packed as uint8 [rows, row bytes], on all cores."""
-    code, (rows, columns) = library(), weight.shape
+    code, (rows, columns) = rounding_library.library(), weight.shape
     assert code is not None
     # Zeros would be written by threads that then keep the cores busy, waiting for more.
     packed = torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
@@ -111,7 +92,7 @@ def turn(packed: Tensor, parts: Sequence[tuple[int, int, int]], panels: Tensor) 
 
     Of each part (start, end, unit) of a row, a panel has `unit` bytes of all its rows side by side.
     """
-    code, rows = library(), len(packed) // len(panels)
+    code, rows = rounding_library.library(), len(packed) // len(panels)
     assert code is not None
 
     def task(start: int, stop: int) -> None:
@@ -137,7 +118,7 @@ def in_tasks(rows: int, columns: int, task: Callable[[int, int], None]) -> None:
 
 def pack_rows(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> None:
     """Write rows of codes uint8 [rows, columns padded] and their grid to `packed` uint8 [rows, row bytes]."""
-    code, form, rows = library(), grid.form, len(codes)
+    code, form, rows = rounding_library.library(), grid.form, len(codes)
     assert code is not None
     groups, blocks = form.groups(columns), form.blocks(columns)
     factors = torch.zeros(rows, 2, blocks)

@@ -6,7 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.formats import E8M0, FORMATS, GROUP, INT8, ZERO_STEPS, Codec, Plane, ScaleType, compiled
+from picompile_passes.formats import (
+    E8M0,
+    FORMATS,
+    GROUP,
+    INT8,
+    ZERO_STEPS,
+    Codec,
+    Plane,
+    ScaleType,
+    compiled,
+    rounding_library,
+)
 from picompile_passes.formats.grids import F16_MAX, BlockScales, GroupGrid, fitted_grid, group_grid
 
 _HALF = GROUP // 2
@@ -53,7 +64,7 @@ def pack_codes(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> 
     `packed` is uint8 [rows, row_bytes] of zeros for rows of `columns` weights.
     """
     form = grid.form
-    if compiled.library() is not None and packed.is_contiguous():
+    if rounding_library.library() is not None and packed.is_contiguous():
         compiled.pack_rows(codes.to(torch.int8 if form.lowest < 0 else torch.uint8), grid, columns, packed)
         return
     pack_in_pytorch(codes, grid, columns, packed)

@@ -43,7 +43,7 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
     """Lay rows out as panels: uint8 [rows, row bytes] → uint8 [rows / 16, panel bytes]."""
     import torch
 
-    from picompile_passes.formats import compiled
+    from picompile_passes.formats import compiled, rounding_library
 
     form = FORMATS[format_name]
     panels = torch.empty(len(packed) // PANEL_ROWS, panel_bytes(form, columns), dtype=torch.uint8)
@@ -56,7 +56,7 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
     units = (_CODE_BYTES, form.zero_bytes or 1, form.scale_bytes, _FACTOR_BYTES)
     # The bytes of a part of a row, from `start` to `end`, which go `unit` at a time.
     parts = [(start, end, unit) for start, end, unit in zip((0, *ends[:-1]), ends, units, strict=True) if end > start]
-    if compiled.library() is not None:
+    if rounding_library.library() is not None:
         compiled.turn(packed.contiguous(), parts, panels)
         return panels
     for start, end, unit in parts:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
 from picompile_passes.errors import PropagateError
@@ -114,6 +113,9 @@ def _key(value: Any) -> Hashable:
 
 
 def _same_size(left: Any, right: Any) -> bool:
+    # It imports sympy, which those that only evaluate constants do not need.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
     return bool(statically_known_true(sym_eq(left, right)))
 
 

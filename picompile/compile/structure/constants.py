@@ -6,7 +6,7 @@
 A `get` reads a parameter, whose values the weights have. A call is one of an operator of PyTorch's or of the dialect.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from picompile_passes import dialect
+import picompile_passes.dialect  # noqa: F401 (its operators are in torch.ops once it is imported)
 from picompile_passes.graph.nodes import attribute, has_real_data
 
 # The libraries of operators that a graph of constants may call.
@@ -123,8 +123,6 @@ def _operator(name: str) -> OpOverload:
     namespace, packet, overload = name.split(".")
     if namespace not in _NAMESPACES:
         raise NotKeptError(f"{name} is an operator of a package")
-    # The dialect's operators are there once it is imported.
-    assert dialect.OPERATORS
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     if not isinstance(found, OpOverload):
         raise NotKeptError(f"{name} is no operator")
@@ -139,7 +137,3 @@ def _set_parameter(root: nn.Module, name: str, value: torch.Tensor) -> None:
             owner.add_module(part, nn.Module())
         owner = owner.get_submodule(part)
     owner.register_buffer(last, value)
-
-
-Records = Sequence[Sequence[Any]]
-Blobs = Mapping[str, bytes]

@@ -1,5 +1,6 @@
 """Making an artifact from a kept structure."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from picompile_codegen.lowering.layouts import Evaluate, Floats, Interleaved, Pa
 from picompile_codegen.lowering.packing import PackedTensor
 from picompile_passes.graph.materialize import evaluate_constant
 from picompile_runtime.artifact.manifest import WEIGHTS, sealed
+
+# Threads that pack tensors. Each needs memory for one, and reading the file is soon as slow.
+_MOST_MAKERS = 4
 
 
 def write_known(
@@ -58,7 +62,8 @@ def write_known(
         (folder / name).write_bytes(content)
     evaluate = partial(evaluate_constant, graph_module, weights=weights)
     with progress.step("weights", files.weights_bytes(tensors)) as advance:
-        sha256 = files.write_weights(folder / WEIGHTS, tensors, evaluate, advance)
+        makers = min(len(os.sched_getaffinity(0)), _MOST_MAKERS)
+        sha256 = files.write_weights(folder / WEIGHTS, tensors, evaluate, advance, makers=makers)
     tokenizer.write(folder)
     manifest: dict[str, Any] = {**structure.manifest, "model": dict(structure.manifest["model"])}
     manifest["model"]["name"] = model_name(key.header.file)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.graphs import PROFILE
-from picompile_passes.formats import FORMATS, compiled, grids, packing
+from picompile_passes.formats import FORMATS, grids, packing, rounding_library
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 FITTED = [name for name in FORMATS.builtin if FORMATS[name].fitted]
@@ -46,7 +46,7 @@ def in_pytorch(weight: Tensor, name: str) -> Tensor:
 
 def test_there_is_compiled_code() -> None:
     """Everything here would compare PyTorch with itself without it."""
-    assert compiled.library() is not None
+    assert rounding_library.library() is not None
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -118,5 +118,5 @@ def test_q8_is_what_pytorch_makes(columns: int) -> None:
 
 def test_without_gcc_pytorch_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix(9, 96, seed=2)
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(rounding_library, "library", lambda: None)
     assert torch.equal(quantize_rows(weight, "q4_k"), in_pytorch(weight, "q4_k"))

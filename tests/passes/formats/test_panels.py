@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.weight_formats import PANEL_FORMATS
-from picompile_passes.formats import FORMATS, PANEL_ROWS, compiled
+from picompile_passes.formats import FORMATS, PANEL_ROWS, rounding_library
 from picompile_passes.formats.panels import to_panels
 
 
@@ -14,5 +14,5 @@ def test_compiled_code_lays_out_what_pytorch_does(name: str, columns: int, monke
     rows, width = 5 * PANEL_ROWS, FORMATS[name].row_bytes(columns)
     packed = torch.randint(256, (rows, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(columns))
     found = to_panels(packed, name, columns)
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(rounding_library, "library", lambda: None)
     assert torch.equal(found, to_panels(packed, name, columns))
