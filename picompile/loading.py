@@ -2,6 +2,7 @@
 
 import os
 
+from picompile.processes import seldom_collected
 from picompile.progress import Progress
 from picompile_runtime import load
 from picompile_runtime.engine.engine import Engine
@@ -9,7 +10,7 @@ from picompile_runtime.engine.engine import Engine
 
 def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: bool, progress: Progress) -> Engine:
     """Return the engine of `picompile_runtime.load`, shown as a step of `progress`. Raises as that does."""
-    with progress.step("check and load"):
+    with progress.step("check and load"), seldom_collected():
         engine = load(artifact, threads, replan)
     if engine.moved_bytes:
         progress.say(

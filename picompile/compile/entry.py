@@ -14,6 +14,7 @@ from picompile.config import CompileOptions
 from picompile.output import OutputPath, reserve
 from picompile.processes import uncollected
 from picompile.progress import NoProgress, Progress
+from picompile_codegen.build import early_backtrace
 from picompile_codegen.build.object_cache import find_object
 from picompile_passes.formats import rounding_library
 
@@ -56,6 +57,7 @@ def compile_model(
         key = structure_key(model, options)
         if key is not None and _compiled_as_known(place, model, options, key, progress):
             return None
+        early_backtrace.begin()
         with progress.step("start"), uncollected():
             from picompile.compile.driver import compile_in_steps
         return compile_in_steps(place, model, options, key, progress)
