@@ -58,7 +58,7 @@ def compile_model(
         if key is not None and _compiled_as_known(place, model, options, key, progress):
             return None
         early_backtrace.begin()
-        with progress.step("start"), uncollected():
+        with progress.step("load the compiler"), uncollected():
             from picompile.compile.driver import compile_in_steps
         return compile_in_steps(place, model, options, key, progress)
 
@@ -77,7 +77,7 @@ def _compiled_as_known(
     kept = find_object(key.key)
     if kept is None or not isinstance(model, str | os.PathLike):
         return False
-    with progress.step("start"), uncollected():
+    with progress.step("load the compiler"), uncollected():
         from picompile.compile.structure.record import read_structure
         from picompile.compile.structure.use import write_known
     try:
