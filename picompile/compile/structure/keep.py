@@ -10,6 +10,7 @@ from picompile.compile.structure.constants import ConstantsWriter, NotKeptError
 from picompile.compile.structure.key import StructureKey
 from picompile.compile.structure.record import Structure
 from picompile.compile.structure.tokenizer import keep_tokenizer
+from picompile.frontend.gguf.outline import CONFIG_TENSORS
 from picompile.frontend.gguf.weights import GgufWeights
 from picompile.output.files import read_safetensors_header
 from picompile_codegen.build.object_cache import keep_object
@@ -85,6 +86,8 @@ def _places(
     found = weights.plain_places(names)
     if found is None:
         raise NotKeptError("a parameter is made of several tensors")
+    if unread := key.header.tensors.keys() - {place.source for place in found.values()} - {*CONFIG_TENSORS}:
+        raise NotKeptError(f"{min(unread)} may have decided what was made")
     orders: dict[tuple[int, ...], int] = {}
     places = {}
     for name, place in found.items():

@@ -13,6 +13,7 @@ from picompile.compile.structure.constants import read_constants
 from picompile.compile.structure.key import StructureKey
 from picompile.compile.structure.record import Structure
 from picompile.compile.structure.tokenizer import known_tokenizer
+from picompile.frontend.generation_config import check_generation_config
 from picompile.frontend.gguf.parts import model_name
 from picompile.frontend.gguf.plain import PlainPlace, PlainWeights
 from picompile.progress import Progress
@@ -50,7 +51,7 @@ def write_known(
     weights = PlainWeights(key.header, places)
     tensors = [_tensor(record, nodes, structure) for record in structure.tensors]
     files.check_disk(output, files.weights_bytes(tensors))
-    for line in structure.said:
+    for line in filter(None, (check_generation_config(model), *structure.said)):
         progress.say(line)
     with progress.step("tokenizer"):
         tokenizer = known_tokenizer(key.header, model, structure.vocabulary)

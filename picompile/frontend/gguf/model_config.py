@@ -7,7 +7,6 @@ tensors. PowerInfer's files have four architectures, all with ReLU.
 """
 
 import dataclasses
-import mmap
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +24,7 @@ from picompile.frontend.gguf.mixtures import MIXTURES
 from picompile.frontend.gguf.records import RECORDED, find_record, is_mixture
 from picompile.frontend.gguf.rope import rope_scaling
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
+from picompile.frontend.gguf.ties import is_tied
 from picompile.frontend.gguf.transformers_tables import (
     COMPILED,
     config_of_table,
@@ -47,9 +47,6 @@ _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "pad
 # Llama 405B has 126. A thousand are built in two seconds.
 _MOST_LAYERS = 1000
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
-# Falcon and BLOOM share the matrices of embedding and head, and converters write both of them.
-_TIED_WITH_BOTH = ("falcon", "bloom", "starcoder", "mpt")
-_COMPARED_BYTES = 1 << 20
 _FURTHER = "nextn_predict_layers"
 # Keys with numbers that are not whole, and those of them that llama.cpp leaves out where they are 0.
 _FLOAT_KEYS = re.compile(r"epsilon$|freq_base|scale$|softcapping$|clamp_kqv$")
@@ -294,24 +291,4 @@ def _biases(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _ties(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    header = values.header
-    tied = "output.weight" not in header.tensors
-    if not tied and values.architecture in _TIED_WITH_BOTH:
-        tied = _equal_data(header, "token_embd.weight", "output.weight")
-    return {"tie_word_embeddings": tied}
-
-
-def _equal_data(header: GgufHeader, left: str, right: str) -> bool:
-    """Return whether two tensors are of the same type and bytes."""
-    one, other = header.tensors[left], header.tensors[right]
-    if (one.type, one.shape) != (other.type, other.shape):
-        return False
-    if one.file != other.file:
-        return False
-    with one.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for start in range(0, one.size_bytes, _COMPARED_BYTES):
-            size = min(_COMPARED_BYTES, one.size_bytes - start)
-            first, second = one.offset + start, other.offset + start
-            if data[first : first + size] != data[second : second + size]:
-                return False
-    return True
+    return {"tie_word_embeddings": is_tied(values.header, values.architecture)}
