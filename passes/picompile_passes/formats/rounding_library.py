@@ -25,7 +25,7 @@ def library() -> ctypes.CDLL | None:
 
 def begin() -> None:
     """Begin to make the library in a thread of its own."""
-    Thread(target=library, daemon=True).start()
+    Thread(target=library).start()
 
 
 @cache
