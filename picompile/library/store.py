@@ -16,7 +16,6 @@ from picompile.library.options import LibraryOptions
 from picompile.machine.host import host_memory
 from picompile.machine.kept import cache_folder
 from picompile.output.lock import Lock, acquire
-from picompile.processes import uncollected
 from picompile.progress import Progress
 from picompile.quantities import parse_bytes
 
@@ -85,8 +84,8 @@ class Library:
         if current is not None and current.commit == commit:
             return current
         progress.say(f"compiling {source.name} for this machine; it is kept, so that this is done once")
-        with uncollected(), progress.step("load the compiler"):
-            from picompile.compile import compile_model
+        from picompile.compile import compile_model
+
         compile_options = options.compile_options()
         compile_model(path, folder, compile_options, progress)
         write_record(folder, source, compile_options, commit, files)
