@@ -64,8 +64,9 @@ test: lint
 test-share: $(VENV)/.installed-dev
 	$(PYTEST) -m slow --share $(SHARE) --share-seed $(SEED)
 
+test-slow: export PICOMPILE_TEST_CLIENTS := $(CLIENTS)
 test-slow: $(VENV)/.installed-dev $(CLIENTS)/.installed
-	PICOMPILE_TEST_CLIENTS=$(CLIENTS) $(PYTEST) -m slow
+	$(PYTEST) -m slow
 
 test-all: test test-slow
 
