@@ -50,6 +50,10 @@ demo: $(VENV)/.installed
 	$(BIN)/picompile compile models/tiny-reglu -o build/tiny-reglu --overwrite
 	$(BIN)/picompile inspect build/tiny-reglu
 	$(BIN)/picompile run build/tiny-reglu -p "$(PROMPT)" -n 160 --echo --temp 0.5 --top-p 0.9 --repetition-penalty 1.1 --seed 1
+	@echo
+	@echo "The bundled model is a toy of 3.5 million parameters. Next:"
+	@echo "  source $(BIN)/activate"
+	@echo "  picompile chat Qwen/Qwen3-0.6B"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

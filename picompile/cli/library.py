@@ -50,6 +50,9 @@ def list_command(json_output: JsonOption = False, debug: DebugOption = False) ->
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     total = sum(each.size_bytes for each in entries)
     print(f"{format_bytes(total)} of {format_bytes(library.budget_bytes())} in {library.folder}")
+    downloads = {Path(path) for each in entries for path in each.downloads}
+    if downloaded := sum(path.stat().st_size for path in downloads if path.exists()):
+        print(f"{format_bytes(downloaded)} of downloads for them lie in the hub's cache; rm --downloads removes both")
 
 
 def rm_command(

@@ -99,11 +99,15 @@ def with_model(options: ModelOptions, text: str) -> ModelOptions:
     it is downloaded. Raise `UsageError` if there is no such model.
     """
     model = parse_model(text)
-    if isinstance(model, Path):
-        return replace(options, source=model)
+    if isinstance(model, Path) or options.shape is not None:
+        return replace(options, source=Path(text))
+    for name in ("profile", "predictors"):
+        folder = getattr(options, name)
+        if folder is not None and not folder.exists():
+            raise UsageError(f"--{name}: {folder}: no such folder")
     needs_weights = any((options.profile, options.predictors, options.work)) or options.quant == STORED
     with progress() as shown:
-        config = None if needs_weights or options.shape is not None else download_config(model, shown)
+        config = None if needs_weights else download_config(model, shown)
         if config is not None:
             return replace(options, shape=str(config))
         return replace(options, source=resolve_model(text, shown))
@@ -145,7 +149,7 @@ def plan_command(
     \b
     Examples:
       picompile plan --shape opt-66b --firing opt --target 4090
-      picompile plan Qwen/Qwen3-30B-A3B --target 4090 --host-memory 64GiB
+      picompile plan meta-llama/Llama-3.3-70B-Instruct --target 4090 --host-memory 64GiB
       picompile plan build/profile --target 4090 -o build/plan.json
       picompile plan models/tiny-reglu --profile build/profile --target cpu
     """

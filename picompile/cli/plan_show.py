@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from picompile.placement.speed import FAST, USABLE, speed_word
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -27,6 +29,7 @@ _NOTES = (
     "limit: what takes longest in a layer, in most of the row's.",
     "Tokens/s are predicted, not measured; the GPU code has not run on a GPU yet.",
 )
+_CPU_NOTES = ("Tokens/s are predicted, from the bytes that a token reads; picompile bench measures an artifact.",)
 
 
 def show_plan(plan: "Plan", target: str, host_source: str, prompt: "PromptEstimate | None" = None) -> None:
@@ -50,7 +53,7 @@ def show_plan(plan: "Plan", target: str, host_source: str, prompt: "PromptEstima
     console.print(_memory_table(plan))
     console.print()
     console.print(_layer_table(plan))
-    for text in _NOTES:
+    for text in _NOTES if plan.accelerator_budget_bytes else _CPU_NOTES:
         console.print(text)
 
 
@@ -63,6 +66,7 @@ def _header(plan: "Plan", target: str, host_source: str) -> Iterator[str]:
     yield f"firing  {plan.firing}; predictor {plan.predictor}"
     yield f"target  {plan.target}: {target}"
     yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({host_source})"
+    yield f"        {plan.machine.host_efficiency:.0%} of that where rows lie apart"
 
 
 def _parameters(count: int) -> str:
@@ -99,7 +103,13 @@ def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str
             yield f"{tokens(plan.baselines[name])} tokens/s {title}: the plan is {gain:.2f} times as fast"
         elif name == "host" or plan.accelerator_budget_bytes:
             yield f"{'-':>6} {title}: does not fit"
-    yield f"Is it worth it here? {verdict(plan, prompt)}"
+    with_gpu = bool(plan.accelerator_budget_bytes and plan.taken_bytes("accelerator"))
+    limits = f"fast: {FAST:.0f} tokens/s or more; usable: {USABLE:.0f} or more"
+    yield f"It fits, and is {speed_word(plan.tokens_per_s)} ({limits})."
+    if plan.predictor != "none":
+        yield f"Is leaving out neurons worth it? {verdict(plan, prompt)}"
+    elif with_gpu:
+        yield f"Is splitting layers between GPU and CPU worth it? {verdict(plan, prompt)}"
 
 
 def verdict(plan: "Plan", prompt: "PromptEstimate | None" = None) -> str:

@@ -76,5 +76,12 @@ def parse_model(text: str) -> ModelName | Path:
     return _named(match)
 
 
+def hidden_name(text: str) -> str:
+    """Return what a message adds where `text` would be a name but for a folder that is here; else an empty text."""
+    if _NAME.fullmatch(text) is None or not Path(text).parent.is_dir():
+        return ""
+    return f" (there is a folder {Path(text).parent} here, so {text} is a path; hf://{text} is a name)"
+
+
 def _named(match: re.Match[str]) -> ModelName:
     return ModelName(match["repo"], match["revision"] or MAIN, match["choice"])

@@ -6,7 +6,7 @@ from types import TracebackType
 from picompile.errors import UsageError
 from picompile.frontend.model_file import holds_model
 from picompile.hub import ModelName, parse_model
-from picompile.hub.names import FORMS
+from picompile.hub.names import FORMS, hidden_name
 from picompile.library.entry import Entry, InUse
 from picompile.library.options import LibraryOptions
 from picompile.library.store import Library
@@ -84,7 +84,7 @@ def _is_artifact(path: Path) -> bool:
 
 def _require_any(text: str, model: ModelName | Path) -> None:
     if isinstance(model, Path) and not model.exists():
-        raise UsageError(f"{text}: no such file or folder; a model on the hub is named {FORMS}")
+        raise UsageError(f"{text}: no such file or folder; a model on the hub is named {FORMS}{hidden_name(text)}")
 
 
 def _short(model: ModelName | Path) -> str:

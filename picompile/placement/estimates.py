@@ -9,10 +9,8 @@ from picompile.placement.plan import memory_account
 from picompile.placement.planning import PlanOptions, dense_speeds, task_of
 from picompile.placement.policies import host_only
 from picompile.placement.problem import latency_problem
+from picompile.placement.speed import speed_word
 from picompile.placement.times import ALL_ON_HOST
-
-# Tokens per second that one reads along with, and that one can wait for.
-FAST, USABLE = 10.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Estimate:
         """The speed in a word: fast, usable or slow, or that the model does not fit."""
         if self.tokens_per_s is None:
             return "does not fit"
-        return "fast" if self.tokens_per_s >= FAST else "usable" if self.tokens_per_s >= USABLE else "slow"
+        return speed_word(self.tokens_per_s)
 
 
 def estimate(model: ModelBytes, machine: Machine) -> Estimate:

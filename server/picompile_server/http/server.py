@@ -131,6 +131,12 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, and wait for the running answers; cancel them when their time is up."""
         self._models.is_draining = True
+        found = [model.scheduler.stats() for model in self._models.loaded.values()]
+        if running := sum(each.waiting + each.reading + each.decoding for each in found):
+            say(
+                f"ending when the answers that are being made ({running}) are complete, in at most "
+                f"{self._drain_s:.0f} s; Ctrl-C cancels them"
+            )
         timer = asyncio.ensure_future(self._cancel_later())
         await super().shutdown(sockets)
         timer.cancel()
