@@ -1,5 +1,6 @@
 """The text of `picompile doctor`: this machine in plain words, the models that fit it, and what is missing."""
 
+import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 79
 _INDENT = 4
+# Programs that run or wait, in the mean of a minute, for each core.
+_BUSY_LOAD = 0.5
 
 
 def summary(local: "LocalMachine", available_bytes: int) -> Iterator[str]:
@@ -22,6 +25,7 @@ def summary(local: "LocalMachine", available_bytes: int) -> Iterator[str]:
     yield f"processor  {machine.cpu}, {cores}"
     yield f"memory     {format_bytes(machine.memory_bytes)}, {format_bytes(available_bytes)} available"
     yield f"speed      {format_bytes(local.host.bytes_per_s)}/s read from memory"
+    yield from _busy(machine.threads)
     if gpu is None or local.speed is None:
         yield "GPU        none that picompile can use"
     else:
@@ -33,6 +37,12 @@ def summary(local: "LocalMachine", available_bytes: int) -> Iterator[str]:
         "answers. A mixture of experts reads only the experts that it chooses for the token. The speed above is the "
         "best that was measured here; other programs lower it while they run."
     )
+
+
+def _busy(cores: int) -> Iterator[str]:
+    """Yield a note if other programs have been using the machine, so that its memory was measured too slow."""
+    if os.getloadavg()[0] >= _BUSY_LOAD * cores:
+        yield "           (the machine is busy, so this may be too low: run doctor again)"
 
 
 def models_table(estimates: Sequence["Estimate"]) -> Iterator[str]:

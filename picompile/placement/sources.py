@@ -213,11 +213,17 @@ def _of_config(
     mixture = names_experts(config)
     if mixture:
         _check_target(name, options)
-    packing = _packing(options, config.get("max_position_embeddings"), _activation(config), mixture=mixture)
+    activation = _activation(config)
+    packing = _packing(options, config.get("max_position_embeddings"), activation, mixture=mixture)
     if packing.predictor != "none" and source.profile is None and source.curve is None:
         raise UsageError(
             "--shape needs --firing where neurons can be silent: the name of a curve, such as opt, or a share, such as "
             "10%"
+        )
+    if options.firing is not None and packing.predictor == "none" and not parse_activation(activation).sparse:
+        progress.say(
+            f"{name}: its activation, {activation}, has no silent neurons, so --firing changes nothing; of a model "
+            "with ReLU plan the shape, such as llama-70b"
         )
     ranks = source.typical(_layers(config))
     with progress.step("count"):

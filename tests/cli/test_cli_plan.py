@@ -143,9 +143,10 @@ def test_this_machine_is_measured(cli: Cli) -> None:
 def test_silu_models_have_no_predictor_unless_asked(cli: Cli, tmp_path: Path) -> None:
     config = tmp_path / "silu.json"
     config.write_text(json.dumps({**SHAPES["tiny-reglu"].config, "hidden_act": "silu"}))
-    words = ("--shape", config, "--firing", "30%", "--target", "cpu")
+    words = ("--shape", config, "--target", "cpu")
     assert _plan(cli, *words)["predictor"] == "none"
-    assert _plan(cli, *words, "--predictor", "learned")["predictor"] == "learned"
+    assert "--firing changes nothing" in cli("plan", *words, "--firing", "30%").err
+    assert _plan(cli, *words, "--firing", "30%", "--predictor", "learned")["predictor"] == "learned"
     shown = cli("plan", *words).out
     assert "It fits, and is fast" in shown and "worth it" not in shown
 
