@@ -30,7 +30,7 @@ def test_both_command_lines_take_every_option(monkeypatch: pytest.MonkeyPatch) -
         unset = [] if option.repeated else False if option.kind is bool else option.default
         assert parsed[key] == unset
         assert parameters[key].default == (parsed[key] or None if option.repeated else parsed[key])
-    assert set(parameters) == {"source", "context", "quant", *SERVE_OPTIONS}
+    assert set(parameters) == {"source", "context", "quant", "help_all", *SERVE_OPTIONS}
     monkeypatch.delenv("PICOMPILE_API_KEY", raising=False)
     assert serve_options("build/tiny", parsed) == ServeOptions({"tiny": Path("build/tiny")})
 
