@@ -46,7 +46,7 @@ def serve_command(
     from picompile_server.options import serve_options
 
     is_library = source is None and not values["model"]
-    # What is wrong with other options is said before a model is compiled. The models are put in after that.
+    # Errors in other options are raised before a model is compiled. The models are put in after that.
     options = serve_options("library" if is_library else source, values)
     with ExitStack() as stack:
         if is_library:
@@ -63,7 +63,7 @@ def _kept(stack: ExitStack) -> dict[str, Path]:
     models: dict[str, Path] = {}
     for entry in Library().entries():
         opened = open_entry(entry)
-        # Of one model that was compiled with several options, the one that was used last.
+        # A model that was compiled with several options is served as it was used last.
         if opened.name not in models:
             models[opened.name] = stack.enter_context(opened).artifact
     if not models:

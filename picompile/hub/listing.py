@@ -24,7 +24,7 @@ _LABEL = re.compile(
 _FLOATS = ("BF16", "F16", "FP16", "F32", "FP32")
 # Projectors of images, matrices of importance and vocabularies are GGUF files, and no models.
 _NO_MODEL = re.compile(r"mmproj|imatrix|vocab[-_.]", re.IGNORECASE)
-# What stands beside the weights: configs, tokenizers, chat templates.
+# Files beside the weights: configs, tokenizers, chat templates.
 _BESIDE = re.compile(r"[^/]+\.(?:json|jinja|model|txt|tiktoken)|LICENSE[^/]*", re.IGNORECASE)
 # Tokens, cache and code beside the weights; see `fits`.
 _OTHER_BYTES = 10**9

@@ -28,7 +28,7 @@ _CHOSEN = ("target", "quant", "context", "sequences")
 
 @dataclass(frozen=True)
 class Source:
-    """What an artifact is made of.
+    """The source of an artifact: a model on the hub, or files on this machine.
 
     Attributes:
         name: the name on the hub, or the path of a checkpoint or a GGUF file.

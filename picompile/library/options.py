@@ -1,4 +1,4 @@
-"""What a user can choose of an artifact that the library makes; `compile` has all the rest."""
+"""The options of artifacts that the library makes; `compile` has many more."""
 
 import os
 from dataclasses import dataclass, fields
@@ -8,7 +8,7 @@ from picompile.config import CompileOptions
 from picompile.machine.targets import find_native_target
 from picompile.options import check_options, documented, option, options_of
 
-# As many as the artifacts of a server need. A sequence that is not used takes no memory, and no time.
+# Enough for a small server. A sequence that is not used takes no memory, and no time.
 SEQUENCES = 4
 
 _COMPILE = {each.name: declared for each, declared in options_of(CompileOptions)}

@@ -1,4 +1,4 @@
-"""What commands do with the text that a user gives for MODEL."""
+"""From the text that a user gives for MODEL to an artifact."""
 
 from pathlib import Path
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""How fast a machine would run models whose neurons are all computed, as the planner counts and times them."""
+"""Estimates of the speed of models whose neurons are all computed, as the planner counts and times them."""
 
 from dataclasses import dataclass, replace
 

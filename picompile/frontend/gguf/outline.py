@@ -1,4 +1,4 @@
-"""What of a GGUF file may decide about anything but the vocabulary and the numbers of weights.
+"""The outline of a GGUF file: all of it that may decide about more than the vocabulary and the numbers of weights.
 
 That is the header, but for prose and lists of tokens, and the few numbers among the tensors' that a config is made of.
 Two files with the same outline are models of the same architecture, sizes, types of tensors and named tokens.
