@@ -84,7 +84,8 @@ class Conversation:
         except RequestError:
             self._system = before
             raise
-        return not text or with_it != self._encoded([_QUESTION])
+        # Compared with another one: a template may have this very text as its default.
+        return not text or with_it != self._encoded([ChatMessage("system", f"{text}!"), _QUESTION])
 
     def set_messages(self, messages: Sequence[ChatMessage]) -> None:
         """Go on with these messages instead. A system prompt is the first of them.

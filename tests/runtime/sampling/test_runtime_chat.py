@@ -211,6 +211,10 @@ def test_whether_a_template_uses_a_system_prompt(engine: Engine) -> None:
         assert conversation.system == ""
         conversation.set_messages([ChatMessage("user", "abc")])
         assert conversation.token_count() == len("<u>abc\n" if expected else "abc")  # with no answer to come
+    default = (
+        "{% if messages[0].role != 'system' %}be nice{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert Conversation(engine, tokenizer_with(default), GREEDY).set_system("be nice") is True
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
     conversation = Conversation(engine, tokenizer_with(template), GREEDY)
     for rejected in (
