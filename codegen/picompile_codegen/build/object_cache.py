@@ -58,7 +58,10 @@ def _make(base: Path) -> tuple[Path, int]:
     while True:
         folder = base / f"{_PREFIX}{secrets.token_hex(8)}"
         folder.mkdir(0o700)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process has swept it, since nobody held its lock yet
+            continue
         # On a file system without locks nobody can sweep it either.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)

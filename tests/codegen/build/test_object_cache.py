@@ -4,6 +4,7 @@ import fcntl
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tvm
@@ -171,3 +172,20 @@ def test_no_temporary_folder_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TemporaryFolderError, match=text) as error, temporary_folder():
         pass
     assert error.value.exit_code == 5
+
+
+def test_a_folder_that_is_swept_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may remove it between its making and its lock; then there is another one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened, swept = os.open, []
+
+    def open_late(path: Any, *flags: Any, **more: Any) -> int:
+        if not swept and str(path).startswith(f"{tmp_path}/picompile-work-"):
+            swept.append(Path(path))
+            Path(path).rmdir()
+        return opened(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", open_late)
+    with object_cache.temporary_folder() as folder:
+        assert folder.is_dir() and folder != swept[0]
+    assert list(tmp_path.iterdir()) == []
