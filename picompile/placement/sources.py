@@ -269,9 +269,11 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     if predictors is not None:
         predictors.require_model(mark, _block_shapes(graph_module))
     settings = ProfileOptions(activation=options.activation)
-    if given is None and mixture and packing.predictor == "none":
-        # Every neuron of a chosen expert is computed: a profile would tell nothing that the plan of a CPU needs.
+    if given is None and packing.predictor == "none" and not options.on_gpu:
+        # Every neuron (of a chosen expert) is computed: a profile would tell nothing that the plan of a CPU needs.
         given = FiringSource(None)
+    if given is None and packing.predictor == "none":
+        progress.say("profiling how neurons fire, which takes minutes; --firing 100% plans without it")
     known = made_profile(folder, options.work, settings, progress) if given is None else nullcontext(given)
     with known as source, progress.step("count"):
         firing = source.typical(facts.layers)
