@@ -171,13 +171,8 @@ ThreadsOption = Annotated[int | None, of_run_option(RUN_OPTIONS["threads"])]
 ReplanOption = Annotated[bool, of_run_option(RUN_OPTIONS["replan"])]
 DraftOption = Annotated[str, of_run_option(RUN_OPTIONS["draft"])]
 # `picompile.hub` and `picompile.library` make paths of these.
-CompiledArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="An artifact; or a name on the hub, a Hugging Face folder or a GGUF file, compiled on first use.",
-    ),
-]
+COMPILED_HELP = "An artifact; or a name on the hub, a Hugging Face folder or a GGUF file, compiled on first use."
+CompiledArgument = Annotated[str, typer.Argument(metavar="MODEL", help=COMPILED_HELP)]
 ArtifactArgument = Annotated[
     str, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder, or the name of a model in picompile list.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.cli.options import DebugOption
+from picompile.cli.options import COMPILED_HELP, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.library.options import LibraryOptions
@@ -18,22 +18,17 @@ from picompile_server.declared import SERVE_OPTIONS
 def serve_command(
     values: Annotated[dict[str, Any], SERVE_OPTIONS],
     library: LibraryOptions,
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="An artifact; or a name on the hub, a Hugging Face folder or a GGUF file, compiled on first use.",
-        ),
-    ] = None,
+    source: Annotated[str | None, typer.Argument(metavar="MODEL", help=COMPILED_HELP)] = None,
     debug: DebugOption = False,
 ) -> None:
     """Serve models by OpenAI's API; the page at / is a chat.
 
     Without a MODEL, all models in picompile list are served, each loaded when it is
     first asked for. Requests call a model as it is named here: by its name on the
-    hub, or by that of its folder or file. As many answers are made at a time as the artifact was
-    compiled for (compile --sequences; four for a model that serve compiles). Ctrl-C
-    and SIGTERM end the server when the running answers are complete.
+    hub, or by that of its folder or file. As many answers are made at a time as the
+    artifact was compiled for (compile --sequences; four for a model that serve
+    compiles). Ctrl-C and SIGTERM end the server when the running answers are
+    complete.
 
     \b
     Examples:

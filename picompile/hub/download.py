@@ -57,8 +57,7 @@ def download(name: ModelName, progress: Progress, memory_bytes: int) -> Download
             damaged.
         UnsupportedModelError, DoesNotFitError: as `choose_files`; the disk is too small.
     """
-    with _explained(name), progress.step(f"find {name}"):
-        listed = _listing(name)
+    listed = _listing(name, progress)
     if isinstance(listed, Exception):
         return _downloaded_before(name, memory_bytes, listed, progress)
     commit, files = listed
@@ -75,8 +74,7 @@ def download_config(name: ModelName, progress: Progress) -> Path | None:
     Raises:
         UsageError: the hub has no such model, or does not give it to this user.
     """
-    with _explained(name), progress.step(f"find {name}"):
-        listed = _listing(name)
+    listed = _listing(name, progress)
     if isinstance(listed, Exception):
         return None
     commit, files = listed
@@ -88,16 +86,20 @@ def download_config(name: ModelName, progress: Progress) -> Path | None:
     return None
 
 
-def _listing(name: ModelName) -> tuple[str, list[RepoFile]] | Exception:
-    """Return the commit of the revision and the repository's files; the error if the hub cannot be reached."""
-    from huggingface_hub import HfApi
+def _listing(name: ModelName, progress: Progress) -> tuple[str, list[RepoFile]] | Exception:
+    """Return the commit of the revision and the repository's files; the error if the hub cannot be reached.
 
-    try:
-        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
-    except Exception as error:
-        if _is_unreachable(error):
-            return error
-        raise
+    Raises `UsageError` for what the hub refuses.
+    """
+    with _explained(name), progress.step(f"find {name}"):
+        from huggingface_hub import HfApi
+
+        try:
+            info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+        except Exception as error:
+            if _is_unreachable(error):
+                return error
+            raise
     return str(info.sha), [_repo_file(each) for each in info.siblings or ()]
 
 

@@ -25,7 +25,8 @@ _FLOATS = ("BF16", "F16", "FP16", "F32", "FP32")
 # Projectors of images, matrices of importance and vocabularies are GGUF files, and no models.
 _NO_MODEL = re.compile(r"mmproj|imatrix|vocab[-_.]", re.IGNORECASE)
 # Files beside the weights: configs, tokenizers, chat templates.
-_BESIDE = re.compile(r"[^/]+\.(?:json|jinja|model|txt|tiktoken)|LICENSE[^/]*", re.IGNORECASE)
+READ_BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_LICENCE = re.compile(r"LICENSE[^/]*", re.IGNORECASE)
 # Tokens, cache and code beside the weights; see `fits`.
 _OTHER_BYTES = 10**9
 _NAMED_LABELS = 12
@@ -128,7 +129,11 @@ def _checkpoint(files: Sequence[RepoFile]) -> tuple[RepoFile, ...]:
     weights = [file for file in weights if file.path.startswith("model")] or weights
     if "config.json" not in names or not weights:
         return ()
-    return (*(file for file in files if _BESIDE.fullmatch(file.path)), *weights)
+    return (*(file for file in files if _is_beside(file.path)), *weights)
+
+
+def _is_beside(path: str) -> bool:
+    return "/" not in path and (path.lower().endswith(READ_BESIDE) or _LICENCE.fullmatch(path) is not None)
 
 
 def _chosen(name: ModelName, models: Sequence[GgufModel]) -> GgufModel:

@@ -15,14 +15,14 @@ from typing import Any
 from picompile.config import CompileOptions
 from picompile.frontend.gguf.parts import part_files
 from picompile.hub import ModelName
+from picompile.hub.listing import READ_BESIDE
 from picompile.machine.kept import digest, keep, read_kept
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.manifest import read_manifest
 from picompile_runtime.version import __version__
 
 _FORMAT = "picompile library 1"
-# Endings of the files of a model, as `picompile.hub.listing` has them too.
-_READ = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")
+_READ = (*READ_BESIDE, ".safetensors", ".gguf")
 _CHOSEN = ("target", "quant", "context", "sequences")
 
 

@@ -44,10 +44,6 @@ class Library:
         found = (read_entry(path.with_suffix("")) for path in self.folder.glob("*.json"))
         return sorted((entry for entry in found if entry is not None), key=lambda entry: -entry.used_s)
 
-    def find(self, model: ModelName | Path, options: LibraryOptions) -> Entry | None:
-        """Return the artifact of `model`, None if there is none yet."""
-        return _ready(self.folder / key_of(Source.of(model), options.compile_options()))
-
     def named(self, name: str) -> list[Entry]:
         """Return the artifacts of the model that `name` names: as `list` shows it, or as a path."""
         path = str(Path(name).resolve())
