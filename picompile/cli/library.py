@@ -42,7 +42,7 @@ def list_command(json_output: JsonOption = False, debug: DebugOption = False) ->
         return
     now = time.time()
     rows = [
-        (each.name, each.quant, str(each.context), format_bytes(each.size_bytes), _ago(now - each.used_s))
+        (", ".join(each.names), each.quant, str(each.context), format_bytes(each.size_bytes), _ago(now - each.used_s))
         for each in entries
     ]
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
@@ -79,7 +79,7 @@ def rm_command(
     found = {name: library.named(name) for name in names}
     for name, entries in found.items():
         if not entries:
-            known = ", ".join(dict.fromkeys(entry.name for entry in library.entries())) or "none"
+            known = ", ".join(dict.fromkeys(name for entry in library.entries() for name in entry.names)) or "none"
             raise UsageError(f"{name}: no compiled model has this name; there is {known}")
     for name, entries in found.items():
         for entry in entries:

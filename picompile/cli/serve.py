@@ -59,8 +59,8 @@ def _kept(stack: ExitStack) -> dict[str, Path]:
     for entry in Library().entries():
         opened = open_entry(entry)
         # A model that was compiled with several options is served as it was used last.
-        if opened.name not in models:
-            models[opened.name] = stack.enter_context(opened).artifact
+        if names := [name for name in (opened.name, *entry.also) if name not in models]:
+            models |= dict.fromkeys(names, stack.enter_context(opened).artifact)
     if not models:
         raise UsageError("give a model to serve, as in picompile serve ORG/REPO; none is compiled yet")
     return models

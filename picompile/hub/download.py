@@ -65,7 +65,9 @@ def download(name: ModelName, progress: Progress, memory_bytes: int) -> Download
     missing = [file for file in choice.files if _cached(name, commit, file.path) is None]
     if missing:
         _load(name, commit, missing, progress)
-    return _made(name, commit, choice)
+    found = _made(name, commit, choice)
+    _check_contents(name, choice.files, found.files, progress)
+    return found
 
 
 def download_config(name: ModelName, progress: Progress) -> Path | None:
@@ -82,7 +84,9 @@ def download_config(name: ModelName, progress: Progress) -> Path | None:
         if file.path == "config.json":
             if _cached(name, commit, file.path) is None:
                 _load(name, commit, [file], progress)
-            return _require_cached(name, commit, file.path)
+            found = _require_cached(name, commit, file.path)
+            _check_contents(name, [file], [found], progress)
+            return found
     return None
 
 
@@ -130,7 +134,7 @@ def _downloaded_before(name: ModelName, memory_bytes: int, why: Exception, progr
 
 
 def _load(name: ModelName, commit: str, files: Sequence[RepoFile], progress: Progress) -> None:
-    """Load files from the hub, and compare each with what the hub says of its content."""
+    """Load files from the hub."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.utils import logging
 
@@ -143,10 +147,9 @@ def _load(name: ModelName, commit: str, files: Sequence[RepoFile], progress: Pro
     with progress.step(f"download {name}", total) as advance:
         for file in files:
             with _explained(name):
-                path = hf_hub_download(name.repo, file.path, revision=name.revision, tqdm_class=_bar(advance))
+                hf_hub_download(name.repo, file.path, revision=name.revision, tqdm_class=_bar(advance))
             if _cached(name, commit, file.path) is None:
                 raise UsageError(f"{name}: the model changed on the hub while it was downloaded; run the command again")
-            _check_content(name, file, Path(path))
 
 
 def remove_downloads(paths: Iterable[Path]) -> int:
@@ -162,8 +165,17 @@ def remove_downloads(paths: Iterable[Path]) -> int:
     return freed
 
 
-def _check_content(name: ModelName, file: RepoFile, path: Path) -> None:
-    """Remove a file and raise `UsageError` if its content is not what the hub says."""
+def _check_contents(name: ModelName, files: Sequence[RepoFile], paths: Sequence[Path], progress: Progress) -> None:
+    """Remove a file and raise `UsageError` if its content is not what the hub says.
+
+    Files of earlier downloads are read too: such a download may have ended before this.
+    """
+    with progress.step("check files", sum(file.size_bytes for file in files)) as advance:
+        for file, path in zip(files, paths, strict=True):
+            _check_content(name, file, path, advance)
+
+
+def _check_content(name: ModelName, file: RepoFile, path: Path, advance: Callable[[int], None]) -> None:
     if file.sha256 is not None:
         expected, digest = file.sha256, hashlib.sha256()
     elif file.sha1 is not None:
@@ -173,6 +185,7 @@ def _check_content(name: ModelName, file: RepoFile, path: Path) -> None:
     with path.open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             digest.update(chunk)
+            advance(len(chunk))
     if digest.hexdigest() != expected:
         remove_downloads([path])
         raise UsageError(f"{name}: {file.path} arrived damaged and was removed; run the command again")

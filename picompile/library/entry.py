@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from picompile.choices import STORED
 from picompile.config import CompileOptions
-from picompile.frontend.gguf.parts import part_files
+from picompile.frontend.gguf.parts import file_format, part_files
 from picompile.hub import ModelName
 from picompile.hub.listing import READ_BESIDE
 from picompile.machine.kept import digest, keep, read_kept
@@ -58,10 +59,12 @@ class Entry:
     Attributes:
         folder: the artifact's.
         name, is_path: as of its `Source`.
+        also: other names on the hub that stand for the same files, such as ORG/REPO beside ORG/REPO:Q4_K_M.
         commit: the commit of the hub that it was made of; empty for a path.
         downloads: files that were downloaded for it.
         options: what it was compiled for, of what a user can choose.
-        quant, context: its weight format, and its context in tokens.
+        quant: its weight format; for a GGUF file whose numbers it keeps, what the file calls it.
+        context: its context in tokens.
         size_bytes: the bytes of its files.
         used_s: when it was last used, in seconds since 1970.
     """
@@ -76,10 +79,17 @@ class Entry:
     context: int
     size_bytes: int
     used_s: float
+    also: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return (self.name, *self.also)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `picompile list --json` says of it."""
-        return asdict(self) | {"folder": str(self.folder), "downloads": list(self.downloads)}
+        lists = {"downloads": list(self.downloads), "also": list(self.also)}
+        return asdict(self) | {"folder": str(self.folder)} | lists
 
     @property
     def is_ready(self) -> bool:
@@ -92,8 +102,8 @@ class Entry:
 
     def replaces(self, other: "Entry") -> bool:
         """Return whether `other` was made for the same use, of another version of the model or by another picompile."""
-        same = (self.name, self.is_path, self.options) == (other.name, other.is_path, other.options)
-        return same and self.folder != other.folder
+        same = (self.is_path, self.options) == (other.is_path, other.options)
+        return same and self.name in other.names and self.folder != other.folder
 
 
 def key_of(source: Source, options: CompileOptions) -> str:
@@ -111,18 +121,19 @@ def record_path(folder: Path) -> Path:
 
 
 def write_record(
-    folder: Path, source: Source, options: CompileOptions, commit: str, downloads: tuple[Path, ...]
+    folder: Path, model: Path, source: Source, options: CompileOptions, commit: str, downloads: tuple[Path, ...]
 ) -> None:
-    """Write the record of the artifact in `folder`, which is whole."""
+    """Write the record of the artifact in `folder`, which is whole and was made of the files at `model`."""
     manifest = read_manifest(folder)
-    content = {
+    own = file_format(model) if manifest.quant == STORED and model.suffix == ".gguf" else None
+    content: dict[str, Any] = {
         "format": _FORMAT,
         "name": source.name,
         "is_path": source.is_path,
         "commit": commit,
         "downloads": [str(path) for path in downloads],
         "options": _chosen(options),
-        "quant": manifest.quant,
+        "quant": own or manifest.quant,
         "context": manifest.context,
         "size_bytes": sum(file.size_bytes for file in manifest.files.values()),
     }
@@ -147,9 +158,18 @@ def read_entry(folder: Path) -> Entry | None:
             data["context"],
             data["size_bytes"],
             path.stat().st_mtime,
+            tuple(data.get("also", ())),
         )
     except (OSError, ArtifactError, KeyError, TypeError):
         return None
+
+
+def add_name(entry: Entry, name: str) -> None:
+    """Note in the record that `name` stands for the same model."""
+    path = record_path(entry.folder)
+    with suppress(OSError, ArtifactError):  # removed meanwhile
+        data = {key: value for key, value in read_kept(path, {"format": _FORMAT}).data.items() if key != "sha256"}
+        keep(path, data | {"also": [*entry.also, name]})
 
 
 def touch(entry: Entry) -> None:

@@ -5,13 +5,24 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from picompile.config import CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.model_file import require_model
 from picompile.hub import ModelName, download
-from picompile.library.entry import Entry, Source, is_in_use, key_of, read_entry, record_path, touch, write_record
+from picompile.library.entry import (
+    Entry,
+    Source,
+    add_name,
+    is_in_use,
+    key_of,
+    read_entry,
+    record_path,
+    touch,
+    write_record,
+)
 from picompile.library.options import LibraryOptions
 from picompile.machine.host import host_memory
 from picompile.machine.kept import cache_folder
@@ -47,7 +58,7 @@ class Library:
     def named(self, name: str) -> list[Entry]:
         """Return the artifacts of the model that `name` names: as `list` shows it, or as a path."""
         path = str(Path(name).resolve())
-        return [entry for entry in self.entries() if entry.name == (path if entry.is_path else name)]
+        return [entry for entry in self.entries() if (path if entry.is_path else name) in entry.names]
 
     def obtain(
         self, model: ModelName | Path, options: LibraryOptions, progress: Progress, *, refresh: bool = False
@@ -63,14 +74,27 @@ class Library:
             require_model(model)
         source = Source.of(model)
         folder = self.folder / key_of(source, options.compile_options())
-        entry = None if refresh else _ready(folder)
+        entry = None if refresh else self._found(source, options)
         if entry is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._making(folder, source, progress):
-                entry = None if refresh else _ready(folder)
+                entry = None if refresh else self._found(source, options)
                 entry = entry or self._make(model, source, folder, options, progress)
         touch(entry)
         return entry
+
+    def _found(self, source: Source, options: LibraryOptions) -> Entry | None:
+        """Return the artifact of `source`, which may have been made by another name; None if there is none."""
+        compile_options = options.compile_options()
+        own = _ready(self.folder / key_of(source, compile_options))
+        if own is not None or source.is_path:
+            return own
+        named = (entry for entry in self.entries() if not entry.is_path and source.name in entry.names)
+        return next((each for each in named if self._is_current(each, compile_options)), None)
+
+    def _is_current(self, entry: Entry, options: CompileOptions) -> bool:
+        """Return whether this version made the entry of a model on the hub with `options`, and can run it."""
+        return entry.folder.name == key_of(Source(entry.name, False), options) and entry.is_ready
 
     def _make(
         self, model: ModelName | Path, source: Source, folder: Path, options: LibraryOptions, progress: Progress
@@ -79,12 +103,17 @@ class Library:
         current = _ready(folder)
         if current is not None and current.commit == commit:
             return current
+        compile_options = options.compile_options()
+        for other in self.entries():
+            if files and other.downloads == tuple(map(str, files)) and self._is_current(other, compile_options):
+                add_name(other, source.name)
+                progress.say(f"{source.name} is {other.name}, which is compiled already")
+                return replace(other, also=(*other.also, source.name))
         progress.say(f"compiling {source.name} for this machine; it is kept, so that this is done once")
         from picompile.compile import compile_model
 
-        compile_options = options.compile_options()
         compile_model(path, folder, compile_options, progress)
-        write_record(folder, source, compile_options, commit, files)
+        write_record(folder, path, source, compile_options, commit, files)
         entry = _ready(folder)
         if entry is None:
             raise UsageError(f"{folder}: was removed while it was made; run the command again")

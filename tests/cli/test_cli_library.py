@@ -37,7 +37,7 @@ def test_list_and_rm(cli: Cli, library: Path, tiny_artifact: Path) -> None:
     library.mkdir()
     folder = library / "k"
     folder.symlink_to(tiny_artifact)
-    write_record(folder, Source("a/b:Q4_K_M", False), CompileOptions(), "1" * 40, ())
+    write_record(folder, BUNDLED_MODEL, Source("a/b:Q4_K_M", False), CompileOptions(), "1" * 40, ())
     ended = cli("list")
     assert ended.out.splitlines()[0].split() == ["NAME", "FORMAT", "CONTEXT", "SIZE", "LAST", "USED"]
     assert ended.out.splitlines()[1].split()[:3] == ["a/b:Q4_K_M", "f16", "64"] and "just now" in ended.out

@@ -1,7 +1,7 @@
 """Downloads, from a server that speaks the hub's API."""
 
 import shutil
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,16 +18,16 @@ CHECKPOINT = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "model.safete
 
 
 class Told(NoProgress):
-    """Keeps what the user is told, and the bytes that were counted."""
+    """Keeps what the user is told, and the bytes that were counted by step."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.counted = 0
+        self.counted = Counter[str]()
 
     @contextmanager
     def step(self, title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
         def advance(count: int) -> None:
-            self.counted += count
+            self.counted[title] += count
 
         yield advance
 
@@ -64,7 +64,8 @@ def test_only_what_is_needed_and_only_once(hub: FakeHub) -> None:
     assert {path.name: path.read_bytes() for path in found.files} == {
         name: content for name, content in CHECKPOINT.items() if name != "x.bin"
     }
-    assert told.lines == ["downloading a/b: 5.01 kB in 3 files"] and told.counted == 5010
+    assert told.lines == ["downloading a/b: 5.01 kB in 3 files"]
+    assert told.counted == {"download a/b": 5010, "check files": 5010}
     again = Told()
     assert load("a/b", again) == found
     assert len(hub.downloads()) == 3 and again.lines == []
@@ -74,6 +75,17 @@ def test_one_gguf_file_of_several(hub: FakeHub) -> None:
     hub.add("a/b", {"b-Q4_K_M.gguf": b"4" * 100, "b-Q8_0.gguf": b"8" * 200})
     assert load("a/b", choice="Q8_0").path.read_bytes() == b"8" * 200
     assert load("a/b").path.name == "b-Q4_K_M.gguf"
+
+
+def test_files_of_an_earlier_download_are_checked_too(hub: FakeHub) -> None:
+    hub.add("a/b", CHECKPOINT)
+    found = load("a/b")
+    (weights,) = (path for path in found.files if path.name == "model.safetensors")
+    # As after a download that was killed before its check.
+    weights.resolve().write_bytes(b"w" * 4999 + b"W")
+    with pytest.raises(UsageError, match=r"model.safetensors arrived damaged and was removed"):
+        load("a/b")
+    assert load("a/b") == found and weights.read_bytes() == CHECKPOINT["model.safetensors"]
 
 
 def test_a_new_commit_is_seen(hub: FakeHub) -> None:

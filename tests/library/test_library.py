@@ -41,7 +41,7 @@ class Compiler:
         shutil.copytree(self.artifact, output, dirs_exist_ok=True)
 
     def download(self, name: ModelName, progress: Progress, memory_bytes: int) -> Download:
-        return Download(name, self.commit, BUNDLED_MODEL, (BUNDLED_MODEL / "config.json",))
+        return Download(name, self.commit, BUNDLED_MODEL, (BUNDLED_MODEL / name.repo / self.commit / "config.json",))
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def test_a_model_is_compiled_once(compiler: Compiler) -> None:
 
 
 def test_other_options_make_another_artifact(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [obtained(), obtained(context=32), obtained(quant="q8"), obtained(ModelName("a/b", choice="Q4_0"))]
+    found = [obtained(), obtained(context=32), obtained(quant="q8")]
     monkeypatch.setenv("PICOMPILE_TARGET", "cpu")
     found.append(obtained())
-    assert len({*found}) == len(compiler.calls) == 5
+    assert len({*found}) == len(compiler.calls) == 4
     assert [options.target for _, options in compiler.calls][-1] == "cpu"
 
 
@@ -93,6 +93,24 @@ def test_pull_compiles_again_only_for_another_commit(compiler: Compiler) -> None
     assert obtained() == folder and len(compiler.calls) == 1
     assert obtained(refresh=True) == folder and len(compiler.calls) == 2
     assert [entry.commit for entry in Library().entries()] == ["2" * 40]
+
+
+def test_two_names_of_the_same_files_are_one_artifact(compiler: Compiler) -> None:
+    library, exact = Library(), ModelName("a/b", choice="Q4_0")
+    folder = obtained()
+    assert obtained(exact) == folder and len(compiler.calls) == 1
+    # The second time the hub is not asked.
+    compiler.commit = "2" * 40
+    assert obtained(exact) == folder == obtained()
+    (entry,) = library.entries()
+    assert entry.names == ("a/b", str(exact)) == (entry.name, *entry.to_json()["also"])
+    assert library.named("a/b") == library.named(str(exact)) == [entry]
+    # Other options, and other files, are other artifacts.
+    assert obtained(exact, context=32) != folder and len(compiler.calls) == 2
+    assert obtained(exact, refresh=True) != folder and len(compiler.calls) == 3
+    assert [each.commit for each in library.entries() if each.context == entry.context] == ["2" * 40] * 2
+    library.remove(library.named(str(exact))[0])
+    assert obtained(exact) != folder and len(compiler.calls) == 4
 
 
 def test_one_of_several_compiles_and_the_others_wait(compiler: Compiler) -> None:

@@ -42,6 +42,17 @@ def model_name(file: Path) -> str:
     return file.stem if match is None else match[1]
 
 
+def file_format(file: Path) -> str | None:
+    """Return the format that a GGUF file calls its own, such as Q4_K_M; None where it names none that is known."""
+    from gguf.constants import LlamaFileType
+
+    try:
+        name: str = LlamaFileType(read_header(file, MOST_MODEL_ELEMENTS).values.get("general.file_type")).name
+    except ValueError:
+        return None
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
 def read_model_header(file: Path, most_elements: int) -> GgufHeader:
     """Return the header of `file` with the tensors of all parts.
 

@@ -11,6 +11,7 @@ from gguf import GGUFReader, GGUFWriter
 from helpers.gguf_files import save_example
 from picompile.errors import PicompileError
 from picompile.frontend.gguf.model import open_gguf
+from picompile.frontend.gguf.parts import file_format
 from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.model_file import gguf_file, is_gguf, opened_gguf
 
@@ -115,3 +116,15 @@ def test_a_folder_stands_for_its_one_model(tmp_path: Path) -> None:
     assert opened_gguf(tmp_path).header.file == first
     (tmp_path / "config.json").write_text("{}")
     assert not is_gguf(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "name"), [(3, "Q4_1"), (15, "Q4_K_M"), (0, "F32"), (9999, None), (None, None)])
+def test_the_format_that_a_file_calls_its_own(tmp_path: Path, number: int | None, name: str | None) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    if number is not None:
+        writer.add_file_type(number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert file_format(tmp_path / "model.gguf") == name
