@@ -12,7 +12,8 @@ import pytest
 from gguf import GGUFReader
 
 from helpers.gguf_blocks import save_llama_of_blocks
-from helpers.gguf_files import save_example
+from helpers.gguf_files import byte_level_metadata, save_example
+from helpers.gguf_mixtures import MIXTURES, save_mixture
 from picompile.compile import compile_model
 from picompile.compile.structure import key as keys
 from picompile.compile.structure.key import structure_key
@@ -79,6 +80,18 @@ def test_the_second_artifact_has_the_same_bytes(
     second = said(file, tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert first == second and "weights as the checkpoint has them" in first[0]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "nemotron", "qwen3moe", "gpt-oss"])
+def test_changed_norms_and_experts_have_a_structure(
+    tmp_path: Path, nothing_captured: Callable[[], None], name: str
+) -> None:
+    save = save_mixture if name in MIXTURES else save_example
+    file = save(tmp_path, name, type_name="Q8_0", **byte_level_metadata())
+    said(file, tmp_path / "a")
+    nothing_captured()
+    said(file, tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def test_another_model_of_the_structure_has_its_own_weights_and_names(

@@ -1,11 +1,15 @@
 """Constant subgraphs as JSON, and graphs of them again.
 
     ["get", "model.norm.weight", [576], "float32"]
+    ["numbers", "rows", "eNpjYGBg…", [8], "int64"]
     ["call", "aten.add.Tensor", [["node", 0], 1.0], {}, [576], "float32"]
 
-A `get` reads a parameter, whose values the weights have. A call is one of an operator of PyTorch's or of the dialect.
+A `get` reads a parameter, whose values the weights have. `numbers` are a small constant of the graph itself, such as an
+order of rows: its bytes, compressed, in base64. A call is one of an operator of PyTorch's or of the dialect.
 """
 
+import base64
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +23,10 @@ from picompile_passes.graph.nodes import attribute, has_real_data
 
 # The libraries of operators that a graph of constants may call.
 _NAMESPACES = ("aten", "picompile")
+
+
+# Of numbers of the graph itself: an order of a million rows has 8 MB, and compresses well.
+_MOST_BYTES = 8 << 20
 
 
 class NotKeptError(Exception):
@@ -64,8 +72,9 @@ class ConstantsWriter:
         about = [list(map(int, value.shape)), str(value.dtype).removeprefix("torch.")]
         if node.op == "get_attr":
             name = str(node.target)
-            if has_real_data(attribute(self._graph_module, name)):
-                raise NotKeptError(f"{name} has numbers of its own")
+            own = attribute(self._graph_module, name)
+            if has_real_data(own):
+                return ["numbers", name, _text_of(own), *about]
             self.parameters[name] = None
             return ["get", name, *about]
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -99,8 +108,11 @@ def read_constants(records: Sequence[Sequence[Any]]) -> tuple[GraphModule, list[
     for kind, name, *rest in records:
         *given, shape, dtype = rest
         value = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        if kind == "get":
-            _set_parameter(root, name, value)
+        if kind == "numbers":
+            _set_buffer(root, name, _numbers_of(given[0], value))
+            node = graph.get_attr(name)
+        elif kind == "get":
+            _set_buffer(root, name, value)
             node = graph.get_attr(name)
         else:
             args, kwargs = given
@@ -129,7 +141,22 @@ def _operator(name: str) -> OpOverload:
     return found
 
 
-def _set_parameter(root: nn.Module, name: str, value: torch.Tensor) -> None:
+def _text_of(values: torch.Tensor) -> str:
+    if values.nbytes > _MOST_BYTES:
+        raise NotKeptError(f"{values.nbytes} bytes are numbers of the graph")
+    content = values.detach().contiguous().view(torch.uint8) if values.dim() else values.view(1).view(torch.uint8)
+    return base64.b64encode(zlib.compress(content.numpy().tobytes())).decode()
+
+
+def _numbers_of(text: str, like: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that `_text_of` wrote, in the dtype and shape of `like`. Raises `ValueError` for others."""
+    content = zlib.decompress(base64.b64decode(text, validate=True))
+    if len(content) != like.nbytes:
+        raise ValueError(f"{len(content)} bytes, not {like.nbytes}")
+    return torch.frombuffer(bytearray(content), dtype=like.dtype).view(like.shape)
+
+
+def _set_buffer(root: nn.Module, name: str, value: torch.Tensor) -> None:
     *path, last = name.split(".")
     owner = root
     for part in path:

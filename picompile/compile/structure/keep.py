@@ -82,19 +82,20 @@ def _layout(tensor: PackedTensor, writer: ConstantsWriter) -> list[Any]:
 def _places(
     key: StructureKey, weights: GgufWeights, names: Sequence[str]
 ) -> tuple[dict[str, list[Any]], list[list[int]]]:
-    """Return where the parameters `names` lie, and the orders of rows that these name by number."""
-    found = weights.plain_places(names)
-    if found is None:
-        raise NotKeptError("a parameter is made of several tensors")
-    if unread := key.header.tensors.keys() - {place.source for place in found.values()} - {*CONFIG_TENSORS}:
+    """Return how the parameters `names` are made, and the orders of rows that these records name by number."""
+    found = weights.tensors(names)
+    used = {source for tensor in found.values() for source in tensor.sources}
+    if unread := key.header.tensors.keys() - used - {*CONFIG_TENSORS}:
         raise NotKeptError(f"{min(unread)} may have decided what was made")
     orders: dict[tuple[int, ...], int] = {}
     places = {}
-    for name, place in found.items():
-        if weights.header.tensors[place.source] != key.header.tensors.get(place.source):
+    for name, tensor in found.items():
+        if tensor.convert is not None:
+            raise NotKeptError(f"{name} is made by transformers")
+        if any(weights.header.tensors[source] != key.header.tensors.get(source) for source in tensor.sources):
             raise NotKeptError(f"{name} is a part of a tensor")
-        order = None if place.order is None else orders.setdefault(place.order, len(orders))
-        places[name] = [place.source, place.dtype, list(place.shape), order]
+        order = None if tensor.order is None else orders.setdefault(tuple(tensor.order.tolist()), len(orders))
+        places[name] = tensor.to_record(order)
     return places, [list(order) for order in orders]
 
 

@@ -22,7 +22,7 @@ class Structure:
         constants: the constants that packed tensors are made of (see `constants`).
         tensors: the packed tensors in their order: name, dtype, shape and layout.
         numbers: the bytes of those packed tensors that depend on no weights, by name.
-        places: the parameters by name: the tensor of the file, dtype, shape, and a number of an order of rows or None.
+        places: how each parameter is made of tensors of the file, by name (`GgufTensor.to_record`).
         orders: orders of rows.
     """
 

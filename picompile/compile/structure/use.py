@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from picompile.compile.structure.record import Structure
 from picompile.compile.structure.tokenizer import known_tokenizer
 from picompile.frontend.generation_config import check_generation_config
 from picompile.frontend.gguf.parts import model_name
-from picompile.frontend.gguf.plain import PlainPlace, PlainWeights
+from picompile.frontend.gguf.tensors import GgufTensor, TensorReader
 from picompile.progress import Progress
 from picompile_codegen.lowering.layouts import Evaluate, Floats, Interleaved, Panels
 from picompile_codegen.lowering.packing import PackedTensor
@@ -44,11 +45,11 @@ def write_known(
         UnsupportedModelError: the tokenizer cannot be used, or the weights are no numbers.
     """
     graph_module, nodes = read_constants(structure.constants)
-    places = {
-        name: PlainPlace(source, dtype, tuple(shape), None if order is None else tuple(structure.orders[order]))
-        for name, (source, dtype, shape, order) in structure.places.items()
+    orders = [np.array(order, np.int64) for order in structure.orders]
+    parameters = {
+        name: GgufTensor.from_record(key.header.file, record, orders) for name, record in structure.places.items()
     }
-    weights = PlainWeights(key.header, places)
+    weights = TensorReader(key.header, parameters)
     tensors = [_tensor(record, nodes, structure) for record in structure.tensors]
     files.check_disk(output, files.weights_bytes(tensors))
     for line in filter(None, (check_generation_config(model), *structure.said)):

@@ -137,6 +137,25 @@ def row_order(processor: Any, name: str, shape: tuple[int, ...]) -> npt.NDArray[
     return np.asarray(order, dtype=np.int64)
 
 
+def number_added(processor: Any, name: str, shape: tuple[int, ...]) -> float | None:
+    """Return the number that a processor adds to each number of a vector, None where it does anything else.
+
+    Gemma's files have one more than the weights of its norms.
+    """
+    if len(shape) != 1 or shape[0] > _MOST_ROWS:
+        return None
+    probe = np.linspace(-3, 5, shape[0], dtype=np.float32)
+    try:
+        made = processor.process(probe, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+    except (ValueError, KeyError, IndexError, TypeError):
+        return None
+    if made.name != name or made.weights.shape != probe.shape or len(probe) == 0:
+        return None
+    added = np.round(made.weights[0] - probe[0])
+    same = made.weights.dtype == probe.dtype and np.array_equal(made.weights, probe + added)
+    return float(added) if same else None
+
+
 def convert(processor: Any, names: Mapping[str, str], parameter: str, sources: Mapping[str, Tensor]) -> Tensor:
     """Return the parameter that a processor makes of its tensors, float32; `names` as `map_names` gives them.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from picompile.frontend.gguf.blocks import PLAIN
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.model import GgufModel
-from picompile.frontend.gguf.plain import PlainPlace
+from picompile.frontend.gguf.tensors import GgufTensor
 from picompile.frontend.weight_values import DTYPES
 from picompile_passes.formats import COARSE_BITS, FORMATS
 
@@ -78,11 +78,9 @@ class GgufWeights:
         """The file's header, with entries for parameters that are parts of tensors."""
         return self._opened.header
 
-    def plain_places(self, names: Iterable[str]) -> dict[str, PlainPlace] | None:
-        """Return where the parameters `names` lie, None unless each is one tensor of the file."""
-        found = {name: self._opened.plain_place(self._names[name]) for name in names}
-        places = {name: place for name, place in found.items() if place is not None}
-        return places if len(places) == len(found) else None
+    def tensors(self, names: Iterable[str]) -> dict[str, GgufTensor]:
+        """Return how the parameters `names` are made of tensors of the file."""
+        return {name: self._opened.tensors[self._names[name]] for name in names}
 
     def close(self) -> None:
         """Do nothing: the file is unmapped with the last tensor that lies in it."""
