@@ -82,6 +82,7 @@ def test_the_second_artifact_has_the_same_bytes(
     assert first == second and "weights as the checkpoint has them" in first[0]
 
 
+@pytest.mark.slow("compiles a model in all steps", but=("gemma3]",))
 @pytest.mark.parametrize("name", ["gemma3", "nemotron", "qwen3moe", "gpt-oss"])
 def test_changed_norms_and_experts_have_a_structure(
     tmp_path: Path, nothing_captured: Callable[[], None], name: str
@@ -109,6 +110,7 @@ def test_another_model_of_the_structure_has_its_own_weights_and_names(
     assert contents(tmp_path / "short")["weights.safetensors"] != contents(tmp_path / "a")["weights.safetensors"]
 
 
+@pytest.mark.slow("compiles in two processes")
 def test_a_kept_structure_needs_neither_transformers_nor_tvm(file: Path, tmp_path: Path) -> None:
     program = PROGRAM + "print(*sorted({'torch', 'transformers', 'tvm', 'sympy'} & sys.modules.keys()))\n"
     ends = [
@@ -129,6 +131,7 @@ def test_two_processes_keep_the_same_structure(file: Path, tmp_path: Path, monke
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+@pytest.mark.slow("compiles a model in all steps, twice", but=("another]",))
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_structure_is_made_again(file: Path, tmp_path: Path, damage: str) -> None:
     options = replace(OPTIONS, context=DAMAGES[damage])
@@ -149,6 +152,7 @@ def test_a_damaged_structure_is_made_again(file: Path, tmp_path: Path, damage: s
     assert entry.read_bytes() == good
 
 
+@pytest.mark.slow("compiles a model in all steps, twice")
 def test_damaged_weights_are_refused_in_the_same_words(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
