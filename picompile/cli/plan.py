@@ -190,4 +190,4 @@ def plan_command(
         of_prompt = {} if prompt is None else {"prompt": None if estimate is None else estimate.to_json()}
         print(json.dumps(plan.to_json() | of_prompt, ensure_ascii=False))
     else:
-        show_plan(plan, machine.target.description, machine.host_source, estimate)
+        show_plan(plan, machine, estimate)

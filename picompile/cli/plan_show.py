@@ -9,6 +9,7 @@ from picompile.placement.speed import FAST, USABLE, speed_word
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from picompile.placement.machine import PlanMachine
     from picompile.placement.plan import Plan, PlanLayer
     from picompile.placement.prompts import PromptEstimate
 
@@ -32,17 +33,14 @@ _NOTES = (
 _CPU_NOTES = ("Tokens/s are predicted, from the bytes that a token reads; picompile bench measures an artifact.",)
 
 
-def show_plan(plan: "Plan", target: str, host_source: str, prompt: "PromptEstimate | None" = None) -> None:
-    """Print a plan, and what a prompt takes.
-
-    `target` is the machine in words; `host_source` says where the figures of the host are from.
-    """
+def show_plan(plan: "Plan", machine: "PlanMachine", prompt: "PromptEstimate | None" = None) -> None:
+    """Print a plan, the machine that it is for, and what a prompt takes."""
     from rich.console import Console
 
     # No wrapping: a file or a pipe gets whole lines.
     console = Console(markup=False, highlight=False, soft_wrap=True)
     for text in (
-        *_header(plan, target, host_source),
+        *_header(plan, machine),
         "",
         *_speed(plan),
         *_prompt(plan, prompt),
@@ -57,16 +55,18 @@ def show_plan(plan: "Plan", target: str, host_source: str, prompt: "PromptEstima
         console.print(text)
 
 
-def _header(plan: "Plan", target: str, host_source: str) -> Iterator[str]:
+def _header(plan: "Plan", machine: "PlanMachine") -> Iterator[str]:
     several = "" if plan.sequences == 1 else f", {plan.sequences} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
     yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{several}"
     if chosen := {(layer.chosen, layer.experts) for layer in plan.layers if layer.experts}:
         yield f"experts {', '.join(f'{some} of {all_of}' for some, all_of in sorted(chosen))} for a token"
     yield f"firing  {plan.firing}; predictor {plan.predictor}"
-    yield f"target  {plan.target}: {target}"
-    yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({host_source})"
-    yield f"        {plan.machine.host_efficiency:.0%} of that where rows lie apart"
+    yield f"target  {plan.target}: {machine.target.description}"
+    yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({machine.host_source})"
+    scattered, whole = (each.host_efficiency for each in (plan.machine, plan.machine.dense))
+    shares = "" if plan.predictor == "none" else f"{scattered:.0%} of that for scattered rows, "
+    yield f"        {shares}{whole:.0%} {'' if shares else 'of that '}for whole matrices ({machine.shares_source})"
 
 
 def _parameters(count: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
 from picompile.machine.kept import cache_folder, keep, read_kept
-from picompile.machine.targets import LAUNCH_READS_S, LOCAL, TARGETS, Target, find_row
+from picompile.machine.targets import HOST_DENSE_EFFICIENCY, LAUNCH_READS_S, LOCAL, TARGETS, Target, find_row
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
 from picompile_runtime.devices.cuda.driver import CudaError
@@ -99,12 +99,14 @@ class LocalMachine:
     def target(self) -> Target:
         """The row `local` of the targets.
 
-        The host's efficiency is the share of its bandwidth at which scattered rows are read. A launch is the gap that
+        The host's efficiency is the share of its bandwidth at which scattered rows are read; whole matrices are read at
+        least as well, and at least at the typical share. A launch is the gap that
         was measured, and the table's estimate of what a kernel waits for beside it. The rate of tensor cores is the
         table's, too.
         """
         rows = [row for row in TARGETS.values() if row.vram_bytes]
         gpu, speed, cpu = self.machine.gpu, self.speed, TARGETS["cpu"]
+        dense_share = max(self.host.scattered_share, HOST_DENSE_EFFICIENCY)
         if gpu is None or speed is None:
             description = f"this machine: {self.machine.cpu}, no GPU"
             return Target(
@@ -114,6 +116,7 @@ class LocalMachine:
                 cpu.features,
                 source="measured",
                 host_efficiency=self.host.scattered_share,
+                host_dense_efficiency=dense_share,
             )
         return Target(
             LOCAL,
@@ -130,6 +133,7 @@ class LocalMachine:
             tensor_flops_per_s=next((row.tensor_flops_per_s for row in rows if _is_named(row, gpu.name)), 0.0),
             source="measured",
             host_efficiency=self.host.scattered_share,
+            host_dense_efficiency=dense_share,
         )
 
 

@@ -25,10 +25,13 @@ LAUNCH_GAP_S = 1.3e-6
 LAUNCH_READS_S = 1.2e-6
 LAUNCH_S = LAUNCH_GAP_S + LAUNCH_READS_S
 
-# The share of the host's bandwidth that kernels reach. f16 weights were read at 68 % of the streaming bandwidth that
-# was measured in the same run (docs/benchmarks.md). It is an assumption for every row but `local`, which has the share
-# at which scattered rows were read here.
+# The typical shares of the host's bandwidth that kernels reach: where they jump to the rows of firing neurons, and
+# where they read whole matrices in order, since no neuron is skipped. f16 weights were read at 68 % of the streaming
+# bandwidth that was measured in the same run, whole matrices of 4 bits at 72 to 91 % (docs/benchmarks.md, quantized
+# checkpoints and mixtures of experts). Both are assumptions for every row; `local` has the share at which scattered
+# rows were read here, also for whole matrices if it is the higher one.
 HOST_EFFICIENCY = 0.7
+HOST_DENSE_EFFICIENCY = 0.8
 
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
@@ -49,7 +52,8 @@ class Target:
     launch in a CUDA graph, besides the bytes that it reads. `tensor_flops_per_s` is the peak of its tensor cores with
     dense float16 matrices and float32 sums, 0 where it is not known; a multiplication and an addition are two. `source`
     is where memory and slot were looked up. Host memory is not here, since a GPU's name doesn't say it;
-    `host_efficiency` is the share of its bandwidth that kernels reach.
+    `host_efficiency` is the share of its bandwidth that kernels reach, `host_dense_efficiency` the share where every
+    neuron is computed.
 
     `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
     `back_end` names the back end that makes code for the GPU, None without one.
@@ -69,6 +73,7 @@ class Target:
     source: str = ""
     isas: tuple[str, ...] = ()
     host_efficiency: float = HOST_EFFICIENCY
+    host_dense_efficiency: float = HOST_DENSE_EFFICIENCY
     back_end: str | None = None
 
     @property

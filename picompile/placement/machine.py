@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from picompile.machine.measured import LocalMachine
 
 # The share of a GPU's bandwidth that kernels reach. It is an assumption: copies reach some 90 % of the datasheet's
-# figure, and matrix-vector products of a few MB less than copies. A target has the host's share.
+# figure, and matrix-vector products of a few MB less than copies. A target has the host's shares.
 GPU_EFFICIENCY = 0.8
-# The share of the measured bandwidth that kernels on the host reach where no neuron is skipped, so that matrices are
-# read in order: 72 to 91 % for weights of 4 bits (docs/benchmarks.md, quantized checkpoints and mixtures of experts).
-DENSE_EFFICIENCY = 0.8
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,7 @@ def machine_of(target: Target, gpu_bytes: int, host_bytes: int, host_bytes_per_s
         sync_s=target.sync_s,
         launch_s=target.launch_s,
         host_efficiency=target.host_efficiency,
+        host_dense_efficiency=target.host_dense_efficiency,
     )
 
 
@@ -110,12 +108,14 @@ class MachineOptions:
 class PlanMachine:
     """The machine to plan for, with its budgets, margins not taken off.
 
-    `host_source` says where the host's figures are from, for people. `warning` says what is odd about the budgets.
+    `host_source` says where the host's figures are from, for people, and `shares_source` where the shares of its
+    bandwidth are from that kernels reach. `warning` says what is odd about the budgets.
     """
 
     machine: Machine
     target: Target
     host_source: str
+    shares_source: str
     warning: str | None = None
 
 
@@ -134,35 +134,49 @@ def check_machine_options(options: MachineOptions) -> None:
         parse_bandwidth(options.host_bandwidth, "--host-bandwidth")
 
 
+_ASSUMED_HOST = ("size assumed", "bandwidth assumed: dual-channel DDR4")
+_TYPICAL, _MEASURED = "typical shares", "as measured"
+
+
 def find_machine(options: MachineOptions) -> PlanMachine:
-    """Return the machine to plan for; `local` and `cpu` are measured where they have not been. Raise `UsageError`."""
+    """Return the machine to plan for; this machine is measured where it has not been. Raise `UsageError`."""
     row = TARGETS.get(options.target)
-    if row is None or not row.vram_bytes:
+    if row is None or _host_is_here(row, options):
         from picompile.machine.measured import measure_local
 
         return measured_machine(options, measure_local())
-    host, source = _host(options, None, _HOST_BYTES_PER_S, ("size assumed", "bandwidth assumed: dual-channel DDR4"))
-    return _with_gpu(row, options, usable_bytes=int(row.vram_bytes * _USABLE), host=host, source=source)
+    host, source = _host(options, None, _HOST_BYTES_PER_S, _ASSUMED_HOST)
+    if not row.vram_bytes:
+        return PlanMachine(machine_of(row, 0, *host), row, source, _TYPICAL)
+    return _with_gpu(row, options, usable_bytes=int(row.vram_bytes * _USABLE), host=host, sources=(source, _TYPICAL))
+
+
+def _host_is_here(row: Target, options: MachineOptions) -> bool:
+    """Return whether the host of a row of the table is this machine, so that its measured figures hold.
+
+    The host of `local` always is. Every other host is another machine, for which typical figures are assumed: that of
+    a GPU in the table, and that of a processor whose bandwidth the user gives.
+    """
+    return not row.vram_bytes and options.host_bandwidth is None
 
 
 def measured_machine(options: MachineOptions, measured: "LocalMachine") -> PlanMachine:
     """Return `local`, or `cpu`, which is this machine without its GPU, as it was measured. Raise `UsageError`."""
     from picompile.machine.host import host_memory
 
-    found = _without_dense(options, measured, host_memory()[1])
-    dense = max(found.machine.host_efficiency, DENSE_EFFICIENCY)
-    return replace(found, machine=replace(found.machine, host_dense_efficiency=dense))
-
-
-def _without_dense(options: MachineOptions, measured: "LocalMachine", available_bytes: int) -> PlanMachine:
     notes = ("size as available", "bandwidth as measured")
-    host, source = _host(options, available_bytes, measured.host.bytes_per_s, notes)
-    target = replace(TARGETS.get(options.target, measured.target), host_efficiency=measured.target.host_efficiency)
+    host, source = _host(options, host_memory()[1], measured.host.bytes_per_s, notes)
+    target = replace(
+        TARGETS.get(options.target, measured.target),
+        host_efficiency=measured.target.host_efficiency,
+        host_dense_efficiency=measured.target.host_dense_efficiency,
+    )
     if target.vram_bytes and measured.speed is not None:
-        return _with_gpu(target, options, usable_bytes=measured.speed.free_bytes, host=host, source=source)
+        sources = (source, _MEASURED)
+        return _with_gpu(target, options, usable_bytes=measured.speed.free_bytes, host=host, sources=sources)
     if options.vram_budget is not None:
         raise UsageError(f"--vram-budget: this machine has no GPU that can be used ({measured.no_gpu})")
-    return PlanMachine(machine_of(target, 0, *host), target, source)
+    return PlanMachine(machine_of(target, 0, *host), target, source, _MEASURED)
 
 
 def _host(
@@ -181,7 +195,7 @@ def _host(
 
 
 def _with_gpu(
-    target: Target, options: MachineOptions, usable_bytes: int, host: tuple[int, float], source: str
+    target: Target, options: MachineOptions, usable_bytes: int, host: tuple[int, float], sources: tuple[str, str]
 ) -> PlanMachine:
     gpu_bytes = parse_budget(options.vram_budget or "auto", usable_bytes, "--vram-budget")
     warning = None
@@ -190,7 +204,7 @@ def _with_gpu(
             f"--vram-budget {options.vram_budget} is more than {usable_bytes / 2**30:.1f} GiB, which is what programs "
             f"get of {target.description}'s memory"
         )
-    return PlanMachine(machine_of(target, gpu_bytes, *host), target, source, warning)
+    return PlanMachine(machine_of(target, gpu_bytes, *host), target, *sources, warning)
 
 
 def _host_budget(text: str, available_bytes: int | None) -> int:

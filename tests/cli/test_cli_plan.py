@@ -19,8 +19,7 @@ from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 from picompile.cli.plan_show import verdict
 from picompile.machine import measured as local
 from picompile.machine.host import Host
-from picompile.machine.targets import pcie_bytes_per_s
-from picompile.placement.machine import DENSE_EFFICIENCY
+from picompile.machine.targets import HOST_DENSE_EFFICIENCY, HOST_EFFICIENCY, pcie_bytes_per_s
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
 from picompile.synth.shapes import SHAPES
@@ -133,11 +132,32 @@ def test_this_machine_is_measured(cli: Cli) -> None:
     here = _plan(cli, "--shape", "tiny-opt", "--firing", "opt")
     assert here["target"] == "local"
     assert here["machine"]["host_bytes_per_s"] == 2e10
-    for target, share in (("local", 0.8), ("cpu", 0.8), ("4090", 0.7)):
-        words = ("--shape", "tiny-opt", "--firing", "opt", "--target", target, "--host-bandwidth", "9GB/s")
-        assert _plan(cli, *words)["machine"]["host_efficiency"] == share
     assert {row["device"] for row in here["memory"]} == {"host"}
     assert set(here["baselines"]) == {"host"}
+
+
+def test_hosts_that_are_other_machines_reach_typical_shares(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buyer compares a GPU in a host with that host alone, so both plans assume the same of the host."""
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.9))
+    words = ("--shape", "tiny-opt", "--firing", "opt", "--target")
+    other = ("--host-bandwidth", "9GB/s")
+    for target, given, shares in (
+        ("local", other, (0.9, 0.9)),
+        ("cpu", (), (0.9, 0.9)),
+        ("cpu", other, (HOST_EFFICIENCY, HOST_DENSE_EFFICIENCY)),
+        ("4090", other, (HOST_EFFICIENCY, HOST_DENSE_EFFICIENCY)),
+        ("4090", (), (HOST_EFFICIENCY, HOST_DENSE_EFFICIENCY)),
+    ):
+        machine = _plan(cli, *words, target, *given)["machine"]
+        assert (machine["host_efficiency"], machine["host_dense_efficiency"]) == shares
+    gpu, host = (_plan(cli, *words, target, *other) for target in ("4090", "cpu"))
+    assert gpu["baselines"]["host"] == pytest.approx(host["baselines"]["host"])
+    assert gpu["host_budget_bytes"] == host["host_budget_bytes"] == 64 * 2**30
+    ended = cli("plan", *words, "cpu", *other)
+    assert "64 GiB at 9 GB/s (size assumed)\n" in ended.out
+    assert "70% of that for scattered rows, 80% for whole matrices (typical shares)\n" in ended.out
+    ended = cli("plan", *words, "cpu", "--predictor", "none")
+    assert "        90% of that for whole matrices (as measured)\n" in ended.out
 
 
 def test_silu_models_have_no_predictor_unless_asked(cli: Cli, tmp_path: Path) -> None:
@@ -406,7 +426,7 @@ def test_what_is_read_in_order_is_read_faster_here(cli: Cli, monkeypatch: pytest
     monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.5))
     words = ("--shape", "tiny-reglu", "--firing", "10%")
     dense = _plan(cli, *words, "--predictor", "none")
-    assert dense["machine"]["host_efficiency"] == dense["machine"]["host_dense_efficiency"] == DENSE_EFFICIENCY
+    assert dense["machine"]["host_efficiency"] == dense["machine"]["host_dense_efficiency"] == HOST_DENSE_EFFICIENCY
     sparse = _plan(cli, *words, "--predictor", "exact")
     assert sparse["machine"]["host_efficiency"] == 0.5
     assert sparse["baselines"]["host"] == pytest.approx(dense["tokens_per_s"], rel=0.02)

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from picompile.errors import UnsupportedModelError
+from picompile.machine.targets import HOST_DENSE_EFFICIENCY
 from picompile.placement.estimates import estimate
 from picompile.placement.firing import Firing, firing_of_experts
 from picompile.placement.known_models import KNOWN, count_known, known_models, to_json
-from picompile.placement.machine import DENSE_EFFICIENCY, Machine
+from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.synth.shapes import find_shape
@@ -28,7 +29,7 @@ PARAMETERS = {
     "qwen3-32b": 32.8,
     "llama-3.3-70b": 70.6,
 }
-MACHINE = Machine(0, 0.0, 24 * 10**9, 25e9, 0.0, 0.0, host_efficiency=0.5, host_dense_efficiency=DENSE_EFFICIENCY)
+MACHINE = Machine(0, 0.0, 24 * 10**9, 25e9, 0.0, 0.0, host_efficiency=0.5, host_dense_efficiency=HOST_DENSE_EFFICIENCY)
 MODELS = {model.name: model for model in known_models()}
 
 
@@ -62,7 +63,7 @@ def test_speeds_are_those_of_plans(name: str) -> None:
     found = estimate(MODELS[name], MACHINE)
     assert found.tokens_per_s == pytest.approx(planned_tokens_per_s(MODELS[name], MACHINE), rel=1e-9)
     slower = estimate(MODELS[name], replace(MACHINE, host_dense_efficiency=None))
-    assert slower.tokens_per_s == pytest.approx(found.tokens_per_s * 0.5 / DENSE_EFFICIENCY)
+    assert slower.tokens_per_s == pytest.approx(found.tokens_per_s * 0.5 / HOST_DENSE_EFFICIENCY)
 
 
 def test_what_does_not_fit_has_no_speed() -> None:
