@@ -19,7 +19,6 @@ WORTH = 1.1
 
 _MOST_ROWS = 14
 _HEADINGS = {"accelerator": "GPU", "host": "host"}
-_BASELINES = {"layers-first": "dense, by layers", "host": "dense, on the CPU"}
 _KINDS = ("attention", "kv cache", "predictors", "hot neurons", "cold neurons", "output head", "embedding", "tables")
 _ORDER = {what: place for place, what in enumerate(_KINDS)}
 _LIMITS = {"attention": "attention", "accelerator": "GPU", "host": "CPU", "exchange": "transfer"}
@@ -30,6 +29,7 @@ _NOTES = (
     "limit: what takes longest in a layer, in most of the row's.",
     "Tokens/s are predicted, not measured; the GPU code has not run on a GPU yet.",
 )
+_TRUST = "What is measured and what assumed: docs/cli.md, How far to trust a plan"
 _CPU_NOTES = ("Tokens/s are predicted, from the bytes that a token reads; picompile bench measures an artifact.",)
 
 
@@ -51,7 +51,7 @@ def show_plan(plan: "Plan", machine: "PlanMachine", prompt: "PromptEstimate | No
     console.print(_memory_table(plan))
     console.print()
     console.print(_layer_table(plan))
-    for text in _NOTES if plan.accelerator_budget_bytes else _CPU_NOTES:
+    for text in (*(_NOTES if plan.accelerator_budget_bytes else _CPU_NOTES), _TRUST):
         console.print(text)
 
 
@@ -75,8 +75,9 @@ def _parameters(count: int) -> str:
 
 def _speed(plan: "Plan") -> Iterator[str]:
     latency = plan.objective == "latency"
-    how = f"within {max(plan.gap, 1e-4):.2%} of the best" if latency else f"objective {plan.objective}"
-    yield f"{tokens(plan.tokens_per_s)} tokens/s predicted, {plan.tokens} tokens in the cache ({how})"
+    gap = f"no other placement is more than {max(plan.gap, 1e-4):.2%} faster, by this model of costs"
+    yield f"{tokens(plan.tokens_per_s)} tokens/s predicted, {plan.tokens} tokens in the cache"
+    yield f"       ({gap if latency else f'objective {plan.objective}'})"
 
 
 def _prompt(plan: "Plan", prompt: "PromptEstimate | None") -> Iterator[str]:
@@ -96,13 +97,12 @@ def _prompt(plan: "Plan", prompt: "PromptEstimate | None") -> Iterator[str]:
 
 
 def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str]:
-    """Yield the plan's speed compared with dense inference, and what follows from that."""
-    for name, title in _BASELINES.items():
-        if name in plan.baselines:
-            gain = plan.tokens_per_s / plan.baselines[name]
-            yield f"{tokens(plan.baselines[name])} tokens/s {title}: the plan is {gain:.2f} times as fast"
-        elif name == "host" or plan.accelerator_budget_bytes:
+    """Yield the plan's speed compared with dense inference and with the host alone, and what follows from that."""
+    for title, speed in _others(plan):
+        if speed is None:
             yield f"{'-':>6} {title}: does not fit"
+        else:
+            yield f"{tokens(speed)} tokens/s {title}: the plan is {plan.tokens_per_s / speed:.2f} times as fast"
     with_gpu = bool(plan.accelerator_budget_bytes and plan.taken_bytes("accelerator"))
     limits = f"fast: {FAST:.0f} tokens/s or more; usable: {USABLE:.0f} or more"
     yield f"It fits, and is {speed_word(plan.tokens_per_s)} ({limits})."
@@ -110,27 +110,46 @@ def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str
         yield f"Is leaving out neurons worth it? {verdict(plan, prompt)}"
     elif with_gpu:
         yield f"Is splitting layers between GPU and CPU worth it? {verdict(plan, prompt)}"
+    if plan.accelerator_budget_bytes:
+        yield f"Is the GPU worth it? {gpu_verdict(plan)}"
+
+
+def _others(plan: "Plan") -> Iterator[tuple[str, float | None]]:
+    """Yield each way of running the model that the plan is compared with, and its tokens/s, None if it does not fit."""
+    if plan.accelerator_budget_bytes:
+        yield "dense, layers on the GPU", plan.baselines.get("layers-first")
+        if plan.predictor != "none":
+            yield "on the CPU alone", plan.host_tokens_per_s
+    yield "on the CPU alone, dense", plan.baselines.get("host")
+
+
+def gpu_verdict(plan: "Plan") -> str:
+    """Return whether the plan is worth a GPU, compared with the host alone."""
+    if not plan.taken_bytes("accelerator"):
+        return "No: nothing is put on it, which would cost more than it saves."
+    alone, gain = plan.without_gpu_tokens_per_s, plan.gains["without_gpu"]
+    if alone is None or gain is None:
+        return "Yes: the host alone does not hold the model."
+    figures = f"{tokens(plan.tokens_per_s).strip()} tokens/s with it, {tokens(alone).strip()} without"
+    return f"{'Yes' if gain >= WORTH else 'No'}: {figures}: {gain:.2f} times."
 
 
 def verdict(plan: "Plan", prompt: "PromptEstimate | None" = None) -> str:
     """Return whether the plan is worth it, in one or two lines; with a prompt, for that and an answer."""
-    if not plan.baselines:
+    if plan.gains["dense"] is None:
         return "Yes: dense, the model does not fit this machine."
     both = None
     if prompt is not None:
         from picompile.placement.prompts import gain_with_answer
 
         both = gain_with_answer(plan, prompt)
-    gain = plan.tokens_per_s / max(plan.baselines.values()) if both is None else both
+    gain = plan.gains["dense"] if both is None else both
     fits = "\nDense, all of it fits on the GPU." if dense_fits_gpu(plan) else ""
     if gain < WORTH:
         way = "" if plan.predictor == "none" else "; plan and compile with --predictor none"
         speed = "as fast as the plan" if gain > 1 / WORTH else f"faster{way}"
         return f"No: dense inference is {speed}.{fits}"
-    text = f"Yes: {gain:.2f} times as fast as dense inference."
-    if plan.accelerator_budget_bytes and not plan.taken_bytes("accelerator"):
-        return f"{text}\nBut without the GPU, which would cost more than it saves: nothing is put on it."
-    return f"{text}{fits}"
+    return f"Yes: {gain:.2f} times as fast as dense inference.{fits}"
 
 
 def dense_fits_gpu(plan: "Plan") -> bool:

@@ -75,8 +75,10 @@ class Plan:
     has what remains. `tokens` is the number of tokens in the cache for which the speed is predicted. `token_s` is the
     time of one step, which gives `sequences` tokens. `gap` is how much less any placement could cost by the same
     objective, as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first`
-    and `host`, each if it fits. `fingerprint` is the checkpoint's, None for a shape. `chunk` tokens of a
-    prompt are read together. Predictors' own matrices are in `predictor_quant`: a format, or `auto`.
+    and `host`, each if it fits. `host_tokens_per_s` is the speed of the same model and predictors with everything on
+    the host; None if that does not fit, or without an accelerator. `fingerprint` is the checkpoint's, None for a shape.
+    `chunk` tokens of a prompt are read together. Predictors' own matrices are in `predictor_quant`: a format, or
+    `auto`.
     """
 
     model: str
@@ -104,11 +106,30 @@ class Plan:
     baselines: Mapping[str, float]
     chunk: int = CHUNK
     predictor_quant: str = "auto"
+    host_tokens_per_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """The predicted tokens/s of all sequences together."""
         return self.sequences / self.token_s
+
+    @property
+    def dense_tokens_per_s(self) -> float | None:
+        """The tokens/s of dense inference on the same machine, the best that fits; None if none does."""
+        return max(self.baselines.values(), default=None)
+
+    @property
+    def without_gpu_tokens_per_s(self) -> float | None:
+        """The tokens/s of the host alone, with predictors or dense; None if neither fits, or without an accelerator."""
+        if not self.accelerator_budget_bytes:
+            return None
+        return max(filter(None, (self.host_tokens_per_s, self.baselines.get("host"))), default=None)
+
+    @property
+    def gains(self) -> dict[str, float | None]:
+        """How many times as fast the plan is as `dense` inference and as the host alone; None if these do not fit."""
+        others = {"dense": self.dense_tokens_per_s, "without_gpu": self.without_gpu_tokens_per_s}
+        return {name: self.tokens_per_s / speed if speed else None for name, speed in others.items()}
 
     def budget_bytes(self, device: str) -> int:
         """Return the bytes that may be taken of a device, its margin included."""
@@ -136,7 +157,12 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of a plan's file."""
-        return {"format": FORMAT, "schema": SCHEMA, "tokens_per_s": self.tokens_per_s, **asdict(self)}
+        speeds = {
+            "tokens_per_s": self.tokens_per_s,
+            "without_gpu_tokens_per_s": self.without_gpu_tokens_per_s,
+            "gains": self.gains,
+        }
+        return {"format": FORMAT, "schema": SCHEMA, **speeds, **asdict(self)}
 
 
 def check_budgets(plan: Plan) -> None:

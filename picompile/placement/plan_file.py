@@ -20,6 +20,7 @@ _ADVICE = "plan again"
 
 # Longer than any token takes, and larger than any bandwidth. Python's JSON may hold NaN and Infinity.
 _LONGEST_S = 1e9
+_SLOWEST_PER_S = 1e-9
 _FASTEST_BYTES_PER_S = 1e18
 _MOST_PARAMETERS = 2**60
 _MOST_BYTES = 2**62
@@ -81,6 +82,8 @@ def plan_of(content: Fields) -> Plan:
         baselines=_baselines(content.object("baselines")),
         chunk=content.integer("chunk", 2),
         predictor_quant=choice(content, "predictor_quant", ("auto", *row_formats())),
+        # Plans of earlier versions lack it.
+        host_tokens_per_s=_optional_number(content, "host_tokens_per_s"),
     )
     _check_speed(content, plan)
     return plan
@@ -143,7 +146,11 @@ def _memory_row(entry: Fields) -> MemoryRow:
 
 
 def _baselines(entry: Fields) -> dict[str, float]:
-    return {name: number(entry, name, 0) for name in entry.data}
+    return {name: number(entry, name, _SLOWEST_PER_S) for name in entry.data}
+
+
+def _optional_number(entry: Fields, key: str) -> float | None:
+    return None if entry.data.get(key) is None else number(entry, key, _SLOWEST_PER_S)
 
 
 def _seconds(entry: Fields, key: str) -> float:

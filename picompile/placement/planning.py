@@ -120,6 +120,7 @@ def plan_of_places(
         baselines=dense_speeds(task),
         chunk=model.chunk,
         predictor_quant=model.predictor_quant,
+        host_tokens_per_s=_host_speed(task) if options.machine.gpu_bytes else None,
     )
     check_budgets(plan)
     return plan
@@ -206,6 +207,14 @@ def dense_speeds(task: PlacementTask) -> dict[str, float]:
         if totals.fits(problem) and (name == "host" or task.machine.gpu_bytes > 0):
             found[name] = task.model.sequences / totals.cost
     return found
+
+
+def _host_speed(task: PlacementTask) -> float | None:
+    """Return the tokens/s with everything on the host, neurons left out as planned; None if that does not fit."""
+    alone = replace(task, lends_caches=False)
+    problem = latency_problem(alone)
+    totals = evaluate(problem, policies.host_only(alone, problem))
+    return task.model.sequences / totals.cost if totals.fits(problem) else None
 
 
 _SOURCE = "no profile, every neuron counted as firing"

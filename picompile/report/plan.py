@@ -193,6 +193,7 @@ def _plan_facts(plan: Plan) -> list[tuple[str, str]]:
         ("predicted", _speed_text(plan)),
         ("from the best placement", _gap_text(plan)),
         *((f"predicted, {_BASELINES.get(name, name)}", _baseline_text(plan, name)) for name in plan.baselines),
+        *([("predicted, without the GPU", _without_gpu_text(plan))] if plan.accelerator_budget_bytes else []),
     ]
 
 
@@ -220,6 +221,14 @@ def _gap_text(plan: Plan) -> str:
 
 def _baseline_text(plan: Plan, name: str) -> str:
     return f"{numbers.rate(plan.baselines[name])} tokens/s; the plan is {gain_text(plan, name)} as fast"
+
+
+def _without_gpu_text(plan: Plan) -> str:
+    alone = plan.without_gpu_tokens_per_s
+    if alone is None:
+        return "does not fit"
+    gain = numbers.times(numbers.ratio(plan.tokens_per_s, alone))
+    return f"{numbers.rate(alone)} tokens/s, the better of dense and not; the plan is {gain} as fast"
 
 
 def _limits_text(layers: Sequence[PlanLayer]) -> str:

@@ -16,7 +16,7 @@ import picompile_runtime
 from helpers.hybrid import greedy
 from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
-from picompile.cli.plan_show import verdict
+from picompile.cli.plan_show import gpu_verdict, verdict
 from picompile.machine import measured as local
 from picompile.machine.host import Host
 from picompile.machine.targets import HOST_DENSE_EFFICIENCY, HOST_EFFICIENCY, pcie_bytes_per_s
@@ -56,6 +56,8 @@ def test_a_plan_of_a_named_shape(cli: Cli) -> None:
         assert words in ended.out
     lines = ended.out.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
+    page, section = lines[-1].removeprefix("What is measured and what assumed: ").split(", ")
+    assert f"\n### {section}\n" in (Path(__file__).parents[2] / page).read_text()
     rows = {line.split()[0]: line for line in lines if line}
     assert rows["available"].split()[1:] == ["23", "GiB", "128", "GiB"]
     layers = [line.split()[0] for line in lines[lines.index(rows["layers"]) + 1 : lines.index(rows["head"])]]
@@ -237,13 +239,44 @@ def test_the_verdict_on_a_plan(curve_plan: Plan) -> None:
         ([*host, *gpu], {"host": 9.5}, 949, SAME),
         ([*host, *gpu], {"host": 10.5}, 1000, SAME + FITS),
         ([*host, *gpu], {"host": 12.0}, 949, "No: dense inference is faster; plan and compile with --predictor none."),
-        (host, {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}\nBut without the GPU"),
+        (host, {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}"),
     ):
         machine = replace(curve_plan.machine, gpu_bytes=gpu_bytes)
         memory = tuple(MemoryRow(*row) for row in rows)
         plan = replace(curve_plan, token_s=0.1, baselines=dense, memory=memory, machine=machine)
-        assert verdict(plan).startswith(says)
-        assert rows is host or verdict(plan) == says
+        assert verdict(plan) == says
+
+
+def test_whether_a_gpu_is_worth_it(curve_plan: Plan) -> None:
+    """A buyer compares the machine with the GPU and without it, however the model runs best there."""
+    on_gpu, on_host = (MemoryRow("accelerator", "attention", 50),), (MemoryRow("host", "attention", 50),)
+    for memory, sparse, dense, says in (
+        (on_gpu, 2.0, {"host": 1.0}, "Yes: 10.00 tokens/s with it, 2.00 without: 5.00 times."),
+        (on_gpu, 2.0, {"host": 4.0}, "Yes: 10.00 tokens/s with it, 4.00 without: 2.50 times."),
+        (on_gpu, 9.5, {}, "No: 10.00 tokens/s with it, 9.50 without: 1.05 times."),
+        (on_gpu, None, {"layers-first": 3.0}, "Yes: the host alone does not hold the model."),
+        (on_host, 10.0, {"host": 1.0}, "No: nothing is put on it, which would cost more than it saves."),
+    ):
+        plan = replace(curve_plan, token_s=0.1, baselines=dense, memory=memory, host_tokens_per_s=sparse)
+        assert gpu_verdict(plan) == says
+        assert (plan.gains["without_gpu"] is None) == (plan.without_gpu_tokens_per_s is None)
+
+
+def test_both_gains_are_printed_and_in_json(cli: Cli) -> None:
+    words = ("--shape", "llama-13b", "--firing", "reglu-13b", "--vram-budget", "8GiB", "--host-bandwidth", "51.2")
+    ended, plan = cli("plan", *words, "--target", "4090"), _plan(cli, *words, "--target", "4090")
+    host = _plan(cli, *words[:4], *words[6:], "--target", "cpu")
+    assert plan["without_gpu_tokens_per_s"] == pytest.approx(host["tokens_per_s"])
+    assert (host["without_gpu_tokens_per_s"], host["gains"]["without_gpu"]) == (None, None)
+    assert plan["gains"] == {
+        "dense": pytest.approx(plan["tokens_per_s"] / max(plan["baselines"].values())),
+        "without_gpu": pytest.approx(plan["tokens_per_s"] / host["tokens_per_s"]),
+    }
+    with_it, without = plan["tokens_per_s"], host["tokens_per_s"]
+    gain = f"{with_it / without:.2f} times"
+    assert f"Is the GPU worth it? Yes: {with_it:.2f} tokens/s with it, {without:.2f} without: {gain}.\n" in ended.out
+    assert f"\n{without:6.2f} tokens/s on the CPU alone: the plan is {gain} as fast\n" in ended.out
+    assert "\n       (no other placement is more than 0.01% faster, by this model of costs)\n" in ended.out
 
 
 @pytest.fixture

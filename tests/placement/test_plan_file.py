@@ -132,8 +132,10 @@ def test_every_field_of_a_plan_is_required_and_strange_values_are_harmless(small
         for value in STRANGE:
             _hold(path, replaced(content, place, value), place)
         # A shorter memory account, fewer baselines, or a plan of an earlier version are a plan too.
-        later = ("experts", "chosen", "host_dense_efficiency")
-        is_plan = (place[0] in ("memory", "baselines") and len(place) == 2) or place[-1] in later
+        later = ("experts", "chosen", "host_dense_efficiency", "host_tokens_per_s")
+        # What other programs read, and we make of other fields.
+        derived = place[0] in ("gains", "without_gpu_tokens_per_s")
+        is_plan = (place[0] in ("memory", "baselines") and len(place) == 2) or place[-1] in later or derived
         if not is_plan:
             assert read_or_refuse(path, without(content, place)) is None, place
 
