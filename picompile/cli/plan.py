@@ -73,8 +73,6 @@ def check_model_options(options: ModelOptions) -> None:
 
 def _check_firing(options: ModelOptions) -> None:
     if options.shape is not None:
-        if options.activation is not None:
-            raise UsageError("--activation applies to a model; a shape's config.json names its own")
         for name, value in (("profile", options.profile), ("predictors", options.predictors), ("work", options.work)):
             if value is not None:
                 raise UsageError(f"--{name} applies to a model; with --shape, --firing says how neurons fire")
@@ -109,7 +107,7 @@ def with_model(options: ModelOptions, text: str) -> ModelOptions:
     with progress() as shown:
         config = None if needs_weights else download_config(model, shown)
         if config is not None:
-            return replace(options, shape=str(config))
+            return replace(options, shape=str(config), hub_name=text)
         return replace(options, source=resolve_model(text, shown))
 
 

@@ -23,7 +23,8 @@ from picompile.predictors.profile.options import PROFILE_FILE
 class ModelOptions:
     """The user's options about the model. `source` is a checkpoint or a profile, None if there is a `shape`.
 
-    `on_gpu` says whether there is a GPU, on which the default of `chunk` depends.
+    `hub_name` is the name of the model on the hub whose config.json is the shape, None for other shapes. `on_gpu` says
+    whether there is a GPU, on which the default of `chunk` depends.
     """
 
     source: Path | None = None
@@ -65,6 +66,7 @@ class ModelOptions:
     chunk: int | None = CHUNK_OPTION.field(None)
     sequences: int = option(1, "Sequences that are decoded at the same time.", metavar="N", least=1, most=65_536)
     kv_dtype: str | None = KV_DTYPE.field(None)
+    hub_name: str | None = None
     on_gpu: bool = False
 
     @property

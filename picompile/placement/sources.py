@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.fx import GraphModule
 
 from picompile.choices import (
@@ -21,6 +22,7 @@ from picompile.choices import (
     resolve_context,
 )
 from picompile.errors import DoesNotFitError, UsageError
+from picompile.frontend.activation import with_activation
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.facts import has_experts, names_experts, no_accelerator
@@ -62,7 +64,7 @@ _TOKENS = 16_384
 class FiringSource:
     """How neurons fire: a profile, or the text of a `curve`. `source` is the name for a profile that is not kept.
 
-    Without either, every neuron counts as computed, of experts those of the chosen ones.
+    Without either, and without a predictor, every neuron counts as computed, of experts those of the chosen ones.
     """
 
     profile: Profile | None
@@ -79,11 +81,15 @@ class FiringSource:
         """Return the firing of `model`; `ratios` has by layer how many neurons are computed for one that fires."""
         if self.profile is not None:
             firing = firing_of_profile(self.profile, model.sequences, ratios)
+            if model.predictor == "none" and not model.has_experts:
+                # A profile says which neurons are hot, but all of them are computed.
+                layers = tuple(replace(each, shares=np.ones_like(each.shares)) for each in firing.layers)
+                firing = replace(firing, layers=layers)
             return firing if self.source is None else replace(firing, source=self.source)
-        if self.curve is None or (model.has_experts and model.predictor == "none"):
-            layers = [firing_of_experts(each.neurons, each.chosen_share, model.sequences) for each in model.layers]
+        if self.curve is None or model.predictor == "none":
+            chosen = (firing_of_experts(each.neurons, each.chosen_share, model.sequences) for each in model.layers)
             return Firing(
-                tuple(layers), "every neuron" + (" of the experts that are chosen" if model.has_experts else "")
+                tuple(chosen), "every neuron" + (" of the experts that are chosen" if model.has_experts else "")
             )
         of_kind = cache(partial(self._of_kind, model, sum(ratios.values()) / len(ratios) if ratios else 1.0))
         kinds = [of_kind(layer.neurons, layer.chosen_share) for layer in model.layers]
@@ -146,6 +152,7 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
     """Return the model, counted. Raise `UsageError`, `UnsupportedModelError`, and what profiling raises."""
     if options.source is None:
         name, config = find_config(str(options.shape))
+        config = with_activation(config, options.activation)
         return _of_config(
             name,
             config,
@@ -216,15 +223,12 @@ def _of_config(
     activation = _activation(config)
     packing = _packing(options, config.get("max_position_embeddings"), activation, mixture=mixture)
     if packing.predictor != "none" and source.profile is None and source.curve is None:
+        profiled = "" if options.hub_name is None else "; or --work DIR, to download the model and to profile it there"
         raise UsageError(
-            "--shape needs --firing where neurons can be silent: the name of a curve, such as opt, or a share, such as "
-            "10%"
+            f"{options.hub_name or name}: predictor {packing.predictor} leaves out silent neurons, so give --firing: "
+            f"the name of a curve, such as opt, or a share, such as 10%{profiled}"
         )
-    if options.firing is not None and packing.predictor == "none" and not parse_activation(activation).sparse:
-        progress.say(
-            f"{name}: its activation, {activation}, has no silent neurons, so --firing changes nothing; of a model "
-            "with ReLU plan the shape, such as llama-70b"
-        )
+    _say_of_firing(name, options, packing, activation, progress)
     ranks = source.typical(_layers(config))
     with progress.step("count"):
         if options.predictors is None:
@@ -248,6 +252,22 @@ def _of_config(
         return PlannedModel(model, model_firing(model, source, predictors), fingerprint)
 
 
+def _say_of_firing(name: str, options: ModelOptions, packing: Packing, activation: str, progress: Progress) -> None:
+    """Say what a plan assumes if `--firing` does not fit the model's activation or the predictor."""
+    if options.firing is None:
+        return
+    silent = parse_activation(activation).sparse
+    if packing.predictor == "none":
+        why = "with --predictor none" if silent else f"since {activation} leaves none silent"
+        relu = "" if silent else "; --activation relu plans the model as it would be with ReLU"
+        progress.say(f"{name}: every neuron is computed {why}, so --firing changes nothing{relu}")
+    elif not silent:
+        progress.say(
+            f"{name}: {activation} leaves no neuron silent; the plan assumes that only those of --firing "
+            f"{options.firing} are computed, which changes what the model answers"
+        )
+
+
 def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> PlannedModel:
 
     mark = fingerprint(folder, options.activation)
@@ -268,6 +288,7 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
     if predictors is not None:
         predictors.require_model(mark, _block_shapes(graph_module))
+    _say_of_firing(facts.name, options, packing, facts.activation, progress)
     settings = ProfileOptions(activation=options.activation)
     if given is None and packing.predictor == "none" and not options.on_gpu:
         # Every neuron (of a chosen expert) is computed: a profile would tell nothing that the plan of a CPU needs.

@@ -181,7 +181,10 @@ def test_serve_has_all_models_of_the_library(commands_on_hub: Commands) -> None:
 @pytest.mark.slow("starts processes, one of which plans")
 def test_commands_on_checkpoints_take_names(commands_on_hub: Commands, tmp_path: Path) -> None:
     picompile, hub = commands_on_hub, commands_on_hub.hub
-    plan = picompile.json("plan", "me/tiny", "--target", "4090", "--firing", "10%", "--json")
+    words = ("me/tiny", "--target", "4090", "--json")
+    plan = picompile.json("plan", *words, "--firing", "10%")
+    assert plan == picompile.json("plan", *words, "--firing", "10%", "--activation", "relu", "--predictor", "learned")
+    assert picompile.json("plan", *words, "--activation", "silu")["predictor"] == "none"
     assert plan["model"] == "tiny" and hub.downloads() == ["config.json"]
     out, _ = picompile("compile", "me/tiny", "-o", tmp_path / "artifact", "--target", "native")
     assert out.startswith(f"{tmp_path / 'artifact'}: tiny, ")

@@ -165,12 +165,35 @@ def test_hosts_that_are_other_machines_reach_typical_shares(cli: Cli, monkeypatc
 def test_silu_models_have_no_predictor_unless_asked(cli: Cli, tmp_path: Path) -> None:
     config = tmp_path / "silu.json"
     config.write_text(json.dumps({**SHAPES["tiny-reglu"].config, "hidden_act": "silu"}))
-    words = ("--shape", config, "--target", "cpu")
-    assert _plan(cli, *words)["predictor"] == "none"
-    assert "--firing changes nothing" in cli("plan", *words, "--firing", "30%").err
-    assert _plan(cli, *words, "--firing", "30%", "--predictor", "learned")["predictor"] == "learned"
+    words = ("--shape", config, "--target", "cpu", "--host-memory", "8GiB")
+    plain = _plan(cli, *words)
+    assert plain["predictor"] == "none"
+    ended = cli("plan", *words, "--firing", "30%", "--json")
+    assert ended.err == (
+        "silu: every neuron is computed since silu leaves none silent, so --firing changes nothing; --activation relu "
+        "plans the model as it would be with ReLU\n"
+    )
+    assert json.loads(ended.out) == plain and plain["firing"] == "every neuron"
+    assert all(layer["computed"] == layer["neurons"] for layer in plain["layers"])
+    ended = cli("plan", *words, "--firing", "30%", "--predictor", "learned", "--json")
+    assert json.loads(ended.out)["predictor"] == "learned"
+    assert "the plan assumes that only those of --firing 30% are computed" in ended.err
+    relu = _plan(cli, *words, "--firing", "30%", "--activation", "relu")
+    assert relu["predictor"] == "learned"
+    assert relu == _plan(cli, "--shape", "tiny-reglu", *words[2:], "--firing", "30%") | {"model": "silu"}
     shown = cli("plan", *words).out
     assert "It fits, and is fast" in shown and "worth it" not in shown
+
+
+def test_every_neuron_is_computed_without_predictors(cli: Cli, tiny_model: Path, tiny_profile: Path) -> None:
+    words = ("--predictor", "none", "--vram-budget", "1MiB", *SLOW_HOST)
+    profiled = _plan(cli, tiny_model, "--profile", tiny_profile, *words)
+    ended = cli("plan", tiny_model, "--firing", "10%", *words, "--json")
+    assert "every neuron is computed with --predictor none, so --firing changes nothing\n" in ended.err
+    for plan in (profiled, json.loads(ended.out)):
+        assert all(layer["computed"] == layer["neurons"] for layer in plan["layers"])
+    assert profiled["tokens_per_s"] == pytest.approx(json.loads(ended.out)["tokens_per_s"])
+    assert all(len(layer["hot"]) == layer["hot_neurons"] for layer in profiled["layers"])
 
 
 def test_a_plan_that_does_not_fit_names_budgets(cli: Cli, tmp_path: Path) -> None:
@@ -306,7 +329,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
     before = sorted(tmp_path.rglob("*"))
     for words, message in (
         ((), "give one of MODEL"),
-        (("--shape", "tiny-reglu"), "--shape needs --firing"),
+        (("--shape", "tiny-reglu"), "tiny-reglu: predictor learned leaves out silent neurons, so give --firing"),
         ((*CURVE, "--profile", tiny_profile), "--profile applies to a model"),
         (("--shape", "nosuch", "--firing", "opt"), "unknown shape 'nosuch'"),
         (("--shape", other, "--firing", "opt"), "not a JSON object"),
@@ -451,14 +474,14 @@ def test_shapes_need_no_firing_where_every_neuron_is_computed(cli: Cli) -> None:
     found = _plan(cli, "--shape", "tiny-reglu", "--predictor", "none", "--target", "cpu")
     assert found["firing"] == "every neuron"
     assert all(layer["computed"] == layer["neurons"] for layer in found["layers"])
-    assert_refused(cli("plan", "--shape", "tiny-reglu", "--target", "cpu"), 2, "needs --firing where neurons can be")
+    assert_refused(cli("plan", "--shape", "tiny-reglu", "--target", "cpu"), 2, "so give --firing")
 
 
 def test_what_is_read_in_order_is_read_faster_here(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of scattered rows counts for models with predictors alone."""
     monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.5))
     words = ("--shape", "tiny-reglu", "--firing", "10%")
-    dense = _plan(cli, *words, "--predictor", "none")
+    dense = _plan(cli, *words[:2], "--predictor", "none")
     assert dense["machine"]["host_efficiency"] == dense["machine"]["host_dense_efficiency"] == HOST_DENSE_EFFICIENCY
     sparse = _plan(cli, *words, "--predictor", "exact")
     assert sparse["machine"]["host_efficiency"] == 0.5
