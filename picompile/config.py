@@ -18,6 +18,7 @@ from picompile.choices import (
     KV_DTYPE,
     LEAST_CALIBRATION_TOKENS,
     PREDICTOR_QUANT,
+    SHORT_QUANT,
     STORED,
     TRAINED,
     check_quant,
@@ -102,6 +103,7 @@ class CompileOptions(PredictorOptions):
         metavar="FORMAT",
         check=check_quant,
         common=True,
+        short=SHORT_QUANT,
     )
     rounding: str | None = option(
         None,

@@ -42,6 +42,7 @@ class Option:
         env: the environment variable that has another default.
         written: the default as it was written, where `parse` makes it of a text.
         common: whether the short help of a command with many options shows it.
+        short: what that short help says in place of `help`, which may be long.
     """
 
     help: str
@@ -58,6 +59,7 @@ class Option:
     env: str | None = None
     written: str | None = None
     common: bool = False
+    short: str | None = None
 
     def field(self, default: Any = MISSING, **more: Any) -> Any:
         """Return a dataclass field with this option; a default that is a text is parsed. `more` is for `field`."""

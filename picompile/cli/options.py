@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from picompile.cli.help import HELP_ALL, MORE, with_short_help
+from picompile.cli.help import HELP_ALL, MORE, set_short_texts, with_short_help
 from picompile.frontend.activation import ACTIVATION
 from picompile.options import OVERWRITE, Option, check_value, options_of
 from picompile_runtime.run_options import RUN_OPTIONS, RunOption
@@ -92,6 +92,7 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
     """
     parameters: list[Parameter] = []
     made: dict[str, Callable[[dict[str, Any]], Any]] = {}
+    short: dict[str, str] = {}
     for name, hint in get_type_hints(function, include_extras=True).items():
         if name == "return":
             continue
@@ -111,6 +112,7 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_parameter(name, hint, default))
             continue
         parameters += (parameter for each in declared for parameter in each.parameters())
+        short |= {each.name: _marked(each.option.short) for each in declared if each.option.short is not None}
 
     parameters = with_short_help(parameters)
 
@@ -122,6 +124,7 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
 
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
+    set_short_texts(command, short)
     return command
 
 
@@ -137,11 +140,15 @@ def typer_option(kind: Any, option: Option, flag: str, **more: Any) -> Any:
     """Return the annotation of a parameter that is `option`, with values of the type `kind`."""
     whole = kind in (int, int | None)
     least, most = (int(bound) if whole and bound is not None else bound for bound in (option.least, option.most))
-    text = re.sub("`(.*?)`", r"[bold]\1[/]", option.help.replace("[", r"\["))
     metavar = option.metavar or "|".join(option.choices) or None
-    facts = {"help": text, "metavar": metavar, "envvar": option.env, "min": least, "max": most, **more}
+    facts = {"help": _marked(option.help), "metavar": metavar, "envvar": option.env, "min": least, "max": most, **more}
     facts["rich_help_panel"] = None if option.common else MORE
     return Annotated[kind, typer.Option(*(option.flags or (flag,)), **facts)]
+
+
+def _marked(text: str) -> str:
+    """Return an option's help in rich's markup."""
+    return re.sub("`(.*?)`", r"[bold]\1[/]", text.replace("[", r"\["))
 
 
 def of_run_option(option: RunOption) -> Option:

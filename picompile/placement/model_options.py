@@ -11,6 +11,7 @@ from picompile.choices import (
     FOUR_BITS,
     KV_DTYPE,
     PREDICTOR_QUANT,
+    SHORT_QUANT,
     STORED,
 )
 from picompile.frontend.activation import ACTIVATION
@@ -51,6 +52,7 @@ class ModelOptions:
         f"{DEFAULT_QUANT}.",
         metavar="FORMAT",
         common=True,
+        short=SHORT_QUANT,
     )
     predictor: str | None = option(
         None,

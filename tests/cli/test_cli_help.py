@@ -47,6 +47,16 @@ def test_help_all_has_every_option(command: str, cli: Cli, monkeypatch: pytest.M
     assert MORE in ended.out and "more options." not in ended.out
 
 
+def test_a_long_text_is_short_without_help_all(cli: Cli) -> None:
+    """Nobody who asks what options there are reads nineteen lines on one; `--help-all` has them."""
+    for command in ("compile", "plan"):
+        texts = (cli(command, ask).out for ask in ("--help", "--help-all"))
+        short, whole = (" ".join(re.sub("[│╭╰─]", " ", text).split()) for text in texts)
+        assert "Weight format, such as 4bit, q8 or f16. Default: 4bit, or stored if MODEL is quantized." in short
+        assert "mxfp4" not in short and "mxfp4 (4-bit floats" in whole and "Weight format, such as" not in whole
+        assert "mxfp4" in options_of(command)["--quant"].help
+
+
 def test_compile_shows_eight_options() -> None:
     assert {name for name, option in options_of("compile").items() if option.rich_help_panel is None} == COMPILE
 
