@@ -1,10 +1,11 @@
 """`picompile plan`: which parts of a model go on the GPU of a machine, and how fast that is expected to be."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +17,18 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.frontend.model_file import require_model
 from picompile.hub import download_config, parse_model, resolve_model
+from picompile.machine.targets import Target
 from picompile.output import parents_of
 from picompile.placement.goal import PlanGoal
-from picompile.placement.machine import MachineOptions, check_machine_options, find_machine
+from picompile.placement.machine import MachineOptions, PlanMachine, check_machine_options, find_machine
 from picompile.placement.model_options import ModelOptions
 from picompile.processes import uncollected
+from picompile.progress import Progress
+
+if TYPE_CHECKING:
+    from picompile.placement.model_bytes import ModelBytes
+    from picompile.placement.plan import Plan
+    from picompile.placement.prompts import PromptEstimate
 
 
 def require_plan_output(path: Path, *, overwrite: bool) -> None:
@@ -156,36 +164,65 @@ def plan_command(
     check_machine_options(machine_options)
     if output is not None:
         require_plan_output(output, overwrite=overwrite)
-
     with uncollected():
         check_model_options(model_options)
-
-        from picompile.placement.plan_file import write_plan
-        from picompile.placement.planning import PlanOptions
-        from picompile.placement.prompts import prompt_estimate, unknown_about_prompts
-        from picompile.placement.sources import find_model, plan_found
+        # The planner, with PyTorch: `_make` finds it loaded.
+        import_module("picompile.placement.sources")
 
     with progress() as shown:
-        with shown.step("machine"):
-            machine = find_machine(machine_options)
-        model_options = replace(model_options, on_gpu=machine.target.vram_bytes > 0)
-        if machine.warning is not None:
-            shown.say(machine.warning)
-        found = find_model(model_options, shown)
-        options = PlanOptions(machine_options.target, machine.machine, fingerprint=found.fingerprint, **vars(goal))
-        with shown.step("plan"):
-            model, plan = plan_found(found, options)
-            estimate, unknown = None, "" if prompt is None else unknown_about_prompts(plan, machine.target)
-            if prompt is not None and not unknown:
-                estimate = prompt_estimate(model, plan, machine.target, tokens=prompt, chunk=model.chunk)
-        if unknown:
-            shown.say(f"the time of a prompt cannot be predicted: {unknown}")
+        made = _make(machine_options, model_options, goal, prompt, shown)
     if output is not None:
-        with parents_of(output):
-            check = partial(require_plan_output, output, overwrite=overwrite)
-            write_plan(output, plan, overwrite=overwrite, check=check)
+        _write(made.plan, output, overwrite=overwrite)
     if json_output:
-        of_prompt = {} if prompt is None else {"prompt": None if estimate is None else estimate.to_json()}
-        print(json.dumps(plan.to_json() | of_prompt, ensure_ascii=False))
+        of_prompt = {} if prompt is None else {"prompt": made.prompt and made.prompt.to_json()}
+        print(json.dumps(made.plan.to_json() | of_prompt, ensure_ascii=False))
     else:
-        show_plan(plan, machine, estimate)
+        show_plan(made.plan, made.machine, made.prompt)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A plan, the machine that it is for, and what a prompt takes, None if nobody asked or nobody can say."""
+
+    plan: "Plan"
+    machine: PlanMachine
+    prompt: "PromptEstimate | None"
+
+
+def _make(
+    machine_options: MachineOptions, model_options: ModelOptions, goal: PlanGoal, prompt: int | None, shown: Progress
+) -> _Made:
+    """Find the machine and the model, and plan one for the other."""
+    from picompile.placement.planning import PlanOptions
+    from picompile.placement.sources import find_model, plan_found
+
+    with shown.step("machine"):
+        machine = find_machine(machine_options)
+    if machine.warning is not None:
+        shown.say(machine.warning)
+    target = machine.target
+    found = find_model(replace(model_options, on_gpu=target.vram_bytes > 0), shown)
+    options = PlanOptions(target.name, machine.machine, fingerprint=found.fingerprint, **vars(goal))
+    with shown.step("plan"):
+        model, plan = plan_found(found, options)
+    return _Made(plan, machine, None if prompt is None else _estimate(model, plan, target, prompt, shown))
+
+
+def _estimate(
+    model: "ModelBytes", plan: "Plan", target: Target, tokens: int, shown: Progress
+) -> "PromptEstimate | None":
+    """Return what a prompt of `tokens` takes, None if that cannot be predicted, which is said."""
+    from picompile.placement.prompts import prompt_estimate, unknown_about_prompts
+
+    if unknown := unknown_about_prompts(plan, target):
+        shown.say(f"the time of a prompt cannot be predicted: {unknown}")
+        return None
+    return prompt_estimate(model, plan, target, tokens=tokens, chunk=model.chunk)
+
+
+def _write(plan: "Plan", output: Path, *, overwrite: bool) -> None:
+    from picompile.placement.plan_file import write_plan
+
+    with parents_of(output):
+        check = partial(require_plan_output, output, overwrite=overwrite)
+        write_plan(output, plan, overwrite=overwrite, check=check)
