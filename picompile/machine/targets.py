@@ -1,8 +1,10 @@
 """The table of targets, and lookups in it by name and by what this machine's processor can run. Measures nothing."""
 
+import re
 from dataclasses import dataclass, replace
 
 from picompile.errors import TargetError
+from picompile.spelling import did_you_mean, find_name
 from picompile_codegen.build.isa import ISAS
 
 # Names beside those of the rows: this machine as measured, and the best row that this machine's processor can run.
@@ -263,10 +265,27 @@ def target_names() -> tuple[str, ...]:
 
 
 def find_row(name: str) -> Target:
-    """Return the row called `name`. Raise `TargetError` where the table has none, as for `local`."""
-    if name not in TARGETS:
-        raise TargetError(f"unknown target {name!r}; known are {', '.join(target_names())}")
-    return TARGETS[name]
+    """Return the row called `name`, however it is spelled. Raise `TargetError` where the table has none."""
+    return TARGETS[_spelled(name, tuple(TARGETS), target_names())]
+
+
+def find_planned(name: str) -> Target | None:
+    """Return the row called `name`, None for `local`. Raise `TargetError` for a name that is not known."""
+    return TARGETS.get(_spelled(name, target_names(), target_names()))
+
+
+# What is sold as "NVIDIA GeForce RTX 4090" is the row 4090.
+_MAKER = re.compile(r"(?:nvidia|geforce|rtx|[\s_-])+", re.IGNORECASE)
+
+
+def _spelled(text: str, names: tuple[str, ...], known: tuple[str, ...]) -> str:
+    """Return which of `names` is meant by `text`, such as 4090 by "RTX 4090". Raise `TargetError`, with all `known`."""
+    maker = _MAKER.match(text)
+    for spelling in (text, text[maker.end() :]) if maker else (text,):
+        if (found := find_name(spelling, names)) is not None:
+            return found
+    near = did_you_mean(text[maker.end() :] if maker else text, known)
+    raise TargetError(f"unknown target {text!r}; {near + ' ' if near else ''}known are {', '.join(known)}")
 
 
 def find_compiled_targets(names: str) -> tuple[Target, ...]:
@@ -287,15 +306,15 @@ def gpu_of(names: str) -> Target | None:
     return rows[0] if rows else None
 
 
-def _find_compiled(name: str) -> Target:
+def _find_compiled(text: str) -> Target:
+    known = (*target_names(), NATIVE)
+    name = _spelled(text, known, known)
     if name == NATIVE:
         return native_target()
     compiled = ", ".join([*(target.name for target in TARGETS.values() if target.compiles), NATIVE])
-    if name == LOCAL or (name in TARGETS and not TARGETS[name].compiles):
+    if name == LOCAL or not TARGETS[name].compiles:
         what = f"this version plans for target {name!r} (picompile plan), but compiles only for: {compiled}"
         raise TargetError(f"{what}; this machine's processor is {NATIVE}" if name == LOCAL else what)
-    if name not in TARGETS:
-        raise TargetError(f"unknown target {name!r}; known are {', '.join((*target_names(), NATIVE))}")
     return TARGETS[name]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
-from picompile.machine.targets import HOST_EFFICIENCY, LOCAL, TARGETS, Target, find_row
+from picompile.machine.targets import HOST_EFFICIENCY, LOCAL, Target, find_planned
 from picompile.options import Option, option
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
@@ -121,9 +121,7 @@ class PlanMachine:
 
 def check_machine_options(options: MachineOptions) -> None:
     """Raise `UsageError` or `TargetError` for options that are wrong; nothing is measured for that."""
-    if options.target != LOCAL:
-        find_row(options.target)
-    row = TARGETS.get(options.target)
+    row = find_planned(options.target)
     if options.vram_budget is not None:
         if row is not None and not row.vram_bytes:
             raise UsageError(f"--vram-budget: the target {row.name} has no GPU; leave it out, or name another --target")
@@ -140,7 +138,7 @@ _TYPICAL, _MEASURED = "typical shares", "as measured"
 
 def find_machine(options: MachineOptions) -> PlanMachine:
     """Return the machine to plan for; this machine is measured where it has not been. Raise `UsageError`."""
-    row = TARGETS.get(options.target)
+    row = find_planned(options.target)
     if row is None or _host_is_here(row, options):
         from picompile.machine.measured import measure_local
 
@@ -167,7 +165,7 @@ def measured_machine(options: MachineOptions, measured: "LocalMachine") -> PlanM
     notes = ("size as available", "bandwidth as measured")
     host, source = _host(options, host_memory()[1], measured.host.bytes_per_s, notes)
     target = replace(
-        TARGETS.get(options.target, measured.target),
+        find_planned(options.target) or measured.target,
         host_efficiency=measured.target.host_efficiency,
         host_dense_efficiency=measured.target.host_dense_efficiency,
     )

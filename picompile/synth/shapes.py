@@ -11,6 +11,7 @@ from picompile.frontend.families import activation_text
 from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.model_file import CONFIG, folder_name
+from picompile.spelling import did_you_mean, find_name
 from picompile.synth.dense import DENSE
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
 from picompile.synth.mixtures import MIXTURES
@@ -347,7 +348,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 def find_shape(text: str) -> ModelShape:
     """Return the shape that `text` names: an entry of `SHAPES`, or a JSON file with the fields of a `config.json`.
 
-    Raises `UsageError` when there is neither, or the file cannot be read.
+    Names may be in any case, and with spaces. Raises `UsageError` when there is neither, or the file cannot be read.
     """
     return SHAPES[text] if text in SHAPES else shape_from_config(*find_config(text))
 
@@ -357,15 +358,18 @@ def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
 
     What synth cannot make is found as well. Raises as `find_shape` does.
     """
-    if text in SHAPES:
-        return text, SHAPES[text].config
+    known, path = (*SHAPES, *MIXTURES, *DENSE), Path(text)
+    name = text if text in known or path.is_file() else find_name(text, known)
+    if name is None:
+        near = did_you_mean(text, known)
+        file = "a JSON file with the fields of a config.json"
+        ways = f"{near} A shape is also {file}" if near else f"name {file}, or {', '.join(known)}"
+        raise UsageError(f"unknown shape {text!r}; {ways}")
+    if name in SHAPES:
+        return name, SHAPES[name].config
     for others in (MIXTURES, DENSE):
-        if text in others:
-            return text, others[text]
-    path = Path(text)
-    if not path.is_file():
-        known = ", ".join([*SHAPES, *MIXTURES, *DENSE])
-        raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {known}")
+        if name in others:
+            return name, others[name]
     try:
         return folder_name(path.parent) if path.name == CONFIG else path.stem, read_json_object(path)
     except UnsupportedModelError as error:

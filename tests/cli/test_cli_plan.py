@@ -65,6 +65,13 @@ def test_a_plan_of_a_named_shape(cli: Cli) -> None:
     assert [number for first, last in ends for number in range(first, last + 1)] == list(range(96))
 
 
+def test_names_in_any_case(cli: Cli) -> None:
+    words = ("--firing", "10%", "--vram-budget", "8GiB")
+    plan = _plan(cli, "--shape", "Tiny ReGLU", "--target", "GeForce RTX 4090", *words)
+    assert plan == _plan(cli, *CURVE, *words[2:]) and plan["target"] == "4090"
+    assert_refused(cli("plan", "--shape", "tiny-reglu", "--target", "4090 Ti", *words), 2, "did you mean 4090")
+
+
 def test_the_time_of_a_prompt(cli: Cli) -> None:
     words = ("--shape", "llama-13b", "--firing", "10%", "--target", "4060", "--host-bandwidth", "60", "--prompt")
     ended = cli("plan", *words, "1500")

@@ -9,7 +9,16 @@ import pytest
 
 from picompile.errors import TargetError
 from picompile.machine.measured import find_target
-from picompile.machine.targets import LOCAL, TARGETS, find_compiled_targets, gpu_of, target_names
+from picompile.machine.targets import (
+    LOCAL,
+    NATIVE,
+    TARGETS,
+    find_compiled_targets,
+    find_planned,
+    gpu_of,
+    target_names,
+)
+from picompile.spelling import squashed
 from picompile_runtime import MachineError
 from picompile_runtime.devices import machine
 
@@ -103,6 +112,31 @@ def test_the_gpu_of_targets() -> None:
 
 @pytest.mark.parametrize("find", [find_target, find_compiled_targets])
 def test_unknown_names(find: Callable[[str], object]) -> None:
-    for name in ("", "CPU", "9999", "rtx4090", "local ", "../cpu"):
-        with pytest.raises(TargetError, match=r"unknown target .*; known are cpu, cpu-avx2, .*, local"):
+    for name, near in (
+        ("", ""),
+        ("9999", ""),
+        ("rtx", ""),
+        ("../cpu", "did you mean cpu?"),
+        ("RTX 4080 Super", "did you mean 4080?"),
+        ("4090ti", "did you mean 4090"),
+        ("A-1000", "did you mean a100"),
+    ):
+        with pytest.raises(TargetError, match=r"unknown target .*; .*known are cpu, cpu-avx2, .*, local") as caught:
             find(name)
+        assert near in str(caught.value) and ("did you mean" in str(caught.value)) == bool(near)
+
+
+def test_names_in_other_spellings() -> None:
+    """Names of shops are as good as ours, but one GPU is never taken for another."""
+    for name, spellings in {
+        "4090": ("RTX4090", "rtx 4090", "GeForce RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090", " 4090"),
+        "2080ti": ("2080 Ti", "RTX 2080 Ti", "2080TI"),
+        "a100": ("A100", "NVIDIA A100"),
+        "cpu-avx512-vnni": ("CPU-AVX512-VNNI", "cpu avx512 vnni"),
+    }.items():
+        for spelling in spellings:
+            assert find_target(spelling) == find_planned(spelling) == TARGETS[name]
+            assert find_compiled_targets(spelling) == (TARGETS[name],)
+    assert find_planned("Local") is None
+    for squash in (squashed, str.lower):
+        assert len({squash(name) for name in (*target_names(), NATIVE)}) == len(TARGETS) + 2
