@@ -53,7 +53,7 @@ class Target:
     one transfer of a vector to the GPU and back, with the kernels that send and receive. `launch_s` is the cost of a
     launch in a CUDA graph, besides the bytes that it reads. `tensor_flops_per_s` is the peak of its tensor cores with
     dense float16 matrices and float32 sums, 0 where it is not known; a multiplication and an addition are two. `source`
-    is where memory and slot were looked up. Host memory is not here, since a GPU's name doesn't say it;
+    is where the maker publishes the figures of the memory. Host memory is not here, since a GPU's name doesn't say it;
     `host_efficiency` is the share of its bandwidth that kernels reach, `host_dense_efficiency` the share where every
     neuron is computed.
 
@@ -126,7 +126,10 @@ def _cpu(name: str, description: str, *isas: str) -> Target:
     return Target(name, description, least.machine, least.features, isas=isas)
 
 
-# Compute capabilities: https://developer.nvidia.com/cuda-gpus
+# Compute capabilities: https://developer.nvidia.com/cuda-gpus. Each `source` is NVIDIA's own data sheet, white paper or
+# page about the GPU. They could not be opened where the table was written, so the figures are those of databases of
+# GPUs, compared with what public repositories quote from NVIDIA's documents: all sizes; and the bandwidths, but for the
+# 3060, 4060 and 4070, of whose pages only size and width of the memory were found quoted.
 _ROWS = (
     _cpu("cpu", "x86-64-v3 and v4 VNNI", *_HOST_ISAS),
     _cpu("cpu-avx2", "x86-64-v3: AVX2", "x86-64-v3"),
@@ -143,7 +146,8 @@ _ROWS = (
         pin_bits_per_s=14e9,
         pcie=(3, 16),
         tensor_tflops=53.8,
-        source="https://gpu.spicedreamphone.com/ru/gpu/nvidia/geforce-rtx-2080-ti",
+        source="https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
+        "NVIDIA-Turing-Architecture-Whitepaper.pdf",
     ),
     _gpu(
         "3060",
@@ -154,8 +158,7 @@ _ROWS = (
         pin_bits_per_s=15e9,
         pcie=(4, 16),
         tensor_tflops=25.5,
-        source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
-        "GeForce-RTX-4090-and-GeForce-RTX-3060-12-GB-GA104-comparison.html",
+        source="https://www.nvidia.com/en-us/geforce/graphics-cards/30-series/rtx-3060-3060ti/",
     ),
     _gpu(
         "3090",
@@ -166,8 +169,7 @@ _ROWS = (
         pin_bits_per_s=19.5e9,
         pcie=(4, 16),
         tensor_tflops=71.0,
-        # What the driver itself reports.
-        source="https://gist.github.com/FabricatiDiem/fe0667aff7dc529a9b439112194f34b6",
+        source="https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf",
     ),
     _gpu(
         "4060",
@@ -181,7 +183,7 @@ _ROWS = (
         # test.html
         pcie=(4, 8),
         tensor_tflops=30.2,
-        source="https://fpsbench.com/compare/gpu/nvidia-geforce-rtx-4060-vs-nvidia-t600",
+        source="https://www.nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4060-4060ti/",
     ),
     _gpu(
         "4070",
@@ -192,8 +194,7 @@ _ROWS = (
         pin_bits_per_s=21e9,
         pcie=(4, 16),
         tensor_tflops=58.3,
-        source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
-        "GeForce-RTX-4070-and-UHD-Graphics-770-mobile-comparison.html",
+        source="https://www.nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4070-family/",
     ),
     _gpu(
         "4080",
@@ -205,7 +206,7 @@ _ROWS = (
         # The slot: https://cputronic.com/gpu/nvidia-geforce-rtx-4080
         pcie=(4, 16),
         tensor_tflops=97.5,
-        source="https://db.thegpu.guru/card/RTX%204080",
+        source="https://www.nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4080-family/",
     ),
     _gpu(
         "4090",
@@ -216,8 +217,7 @@ _ROWS = (
         pin_bits_per_s=21e9,
         pcie=(4, 16),
         tensor_tflops=165.2,
-        source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
-        "GeForce-RTX-4090-and-GeForce-RTX-3060-12-GB-GA104-comparison.html",
+        source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
     ),
     _gpu(
         "5090",
@@ -228,7 +228,7 @@ _ROWS = (
         pin_bits_per_s=28e9,
         pcie=(5, 16),
         tensor_tflops=209.5,
-        source="https://www.elprocus.com/nvidia-geforce-rtx-5090/",
+        source="https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
     ),
     _gpu(
         "a100",
@@ -240,7 +240,8 @@ _ROWS = (
         pin_bits_per_s=3.186e9,
         pcie=(4, 16),
         tensor_tflops=312.0,
-        source="https://glennklockwood.com/garden/processors/A100",
+        source="https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+        "nvidia-a100-datasheet-nvidia-us-2188504-web.pdf",
     ),
     _gpu(
         "h100",
@@ -252,7 +253,7 @@ _ROWS = (
         pin_bits_per_s=3350e9 * 8 / 5120,
         pcie=(5, 16),
         tensor_tflops=989.4,
-        source="https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+        source="https://www.nvidia.com/en-us/data-center/h100/",
     ),
 )
 
