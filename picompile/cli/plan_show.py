@@ -109,7 +109,7 @@ def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str
     if plan.predictor != "none":
         yield f"Is leaving out neurons worth it? {verdict(plan, prompt)}"
     elif with_gpu:
-        yield f"Is splitting layers between GPU and CPU worth it? {verdict(plan, prompt)}"
+        yield f"Is splitting layers worth it? {verdict(plan, prompt)}"
     if plan.accelerator_budget_bytes:
         yield f"Is the GPU worth it? {gpu_verdict(plan)}"
 
@@ -120,7 +120,8 @@ def _others(plan: "Plan") -> Iterator[tuple[str, float | None]]:
         yield "dense, layers on the GPU", plan.baselines.get("layers-first")
         if plan.predictor != "none":
             yield "on the CPU alone", plan.host_tokens_per_s
-    yield "on the CPU alone, dense", plan.baselines.get("host")
+    if plan.accelerator_budget_bytes or plan.predictor != "none":
+        yield "on the CPU alone, dense", plan.baselines.get("host")
 
 
 def gpu_verdict(plan: "Plan") -> str:

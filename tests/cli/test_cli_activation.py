@@ -126,12 +126,11 @@ def test_an_unknown_name_is_refused_before_anything_is_read(cli: Cli) -> None:
         assert_refused(cli(*command.split(), "--activation", "rleu"), 2, "unknown activation 'rleu'; known are gelu, ")
 
 
-@pytest.mark.slow("needs an artifact and a profile for three refusals")
+@pytest.mark.slow("needs an artifact and a profile for two refusals")
 def test_commands_without_a_model_take_none(
     cli: Cli, tiny_artifact: Path, tiny_profile: Path, text: Path, tmp_path: Path
 ) -> None:
     for words, says in (
-        (("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "4090"), "--activation applies to a model; "),
         (("plan", tiny_profile, "--target", "4090"), f"--activation: {tiny_profile} is a profile already"),
         (("eval", tiny_artifact, "--text", text), "--activation applies to the model of --against"),
     ):
