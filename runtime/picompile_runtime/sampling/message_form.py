@@ -1,7 +1,10 @@
-"""The form in which a chat template reads messages: content as a text or in parts, and the role `developer` or not.
+"""The form in which a chat template reads messages: content as a text or in parts, and which roles may come where.
 
 Templates of models that read images, as SmolVLM's, LLaVA's and Idefics', loop over the parts of a content and write
 nothing of a text. vLLM finds the form by the template's syntax (`chat_template_content_format`); here it is tried.
+
+Agents write chats that some templates reject: Claude Code sends a system message behind the user's, Codex two messages
+of the user in a row.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ _NAMES_TEXT = re.compile(r"""['"]text['"]|\.text\b""")
 # A part that is written as a value, by Python or as JSON.
 _WHOLE_PART = re.compile(r"""['"]type['"]:""")
 
+# Roles that tell the model what to do.
+_INSTRUCTING = ("system", "developer")
+
 Message = Mapping[str, Any]
 
 
@@ -31,18 +37,43 @@ class MessageForm:
     def fit(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages as the template reads them.
 
-        Content that is a text becomes a list of one part where the template reads parts alone. The role `developer`
-        becomes `system`, as OpenAI treats them alike, unless the template knows it.
+        - Content that is a text becomes a list of one part where the template reads parts alone.
+        - The role `developer` becomes `system`, as OpenAI treats them alike, unless the template knows it.
+        - Where the template rejects or leaves out a system message behind another message, one at the beginning is
+          joined to that before it, and a later one becomes the user's.
+        - Where the template rejects two messages of the user in a row, they are joined.
         """
-        return [self._fitted(dict(message)) for message in messages]
+        chat: list[dict[str, Any]] = []
+        for message in map(dict, messages):
+            self._give_role(message, chat)
+            if self._is_joined(message, chat):
+                chat[-1]["content"] += f"\n\n{message['content']}"
+            else:
+                chat.append(message)
+        return [self._in_form(message) for message in chat]
 
-    def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _give_role(self, message: dict[str, Any], before: Sequence[Message]) -> None:
+        """Give a message the role that the template reads behind the messages `before`."""
+        if message.get("role") == "developer" and not self._has_developer:
+            message["role"] = "system"
+        is_later = any(each.get("role") not in _INSTRUCTING for each in before)
+        if is_later and message.get("role") in _INSTRUCTING and not self._reads_later_system:
+            message["role"] = "user"
+
+    def _is_joined(self, message: Message, before: Sequence[Message]) -> bool:
+        """Return whether a message is a part of the last one `before`."""
+        if not before or before[-1].get("role") != message.get("role"):
+            return False
+        if not isinstance(message.get("content"), str) or not isinstance(before[-1].get("content"), str):
+            return False
         role = message.get("role")
-        if not isinstance(role, str):
-            return message
-        if role == "developer" and not self._has_developer:
-            role = message["role"] = "system"
-        if isinstance(message.get("content"), str) and self._reads_parts(role):
+        return (role == "user" and not self._reads_user_twice) or (
+            role in _INSTRUCTING and not self._reads_later_system
+        )
+
+    def _in_form(self, message: dict[str, Any]) -> dict[str, Any]:
+        role = message.get("role")
+        if isinstance(role, str) and isinstance(message.get("content"), str) and self._reads_parts(role):
             message["content"] = _parts(message["content"])
         return message
 
@@ -73,6 +104,20 @@ class MessageForm:
             self._render([{"role": role, "content": content}, self._question]) for role in ("developer", _UNKNOWN)
         )
         return _NEEDLE in written and written != unknown.replace(_UNKNOWN, "developer")
+
+    @cached_property
+    def _reads_later_system(self) -> bool:
+        """Whether the template writes a system message that comes behind the user's."""
+        first, later = (
+            {"role": "system", "content": _parts(text) if self._system_in_parts else text} for text in ("s", _NEEDLE)
+        )
+        return _NEEDLE in self._render([first, self._question, later])
+
+    @cached_property
+    def _reads_user_twice(self) -> bool:
+        """Whether the template writes a message of the user that comes behind another one of the user."""
+        later = {"role": "user", "content": _parts(_NEEDLE) if self._questions_in_parts else _NEEDLE}
+        return _NEEDLE in self._render([self._question, later])
 
     @property
     def _question(self) -> Message:

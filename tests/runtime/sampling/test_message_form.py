@@ -1,4 +1,4 @@
-"""Messages have the form that a template reads: texts or parts, the role `developer` or not."""
+"""Messages have the form that a template reads: texts or parts, and roles where it takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from helpers.chat_templates import CHATML
+from helpers.chat_templates import CHATML, GEMMA, HERMES, MISTRAL
 from helpers.toys.toy_tokenizers import byte_level
 from picompile_runtime import Tokenizer
 
@@ -90,3 +90,54 @@ def test_messages_without_a_template_or_a_role_stay() -> None:
     assert Tokenizer(TEXT).fit_messages(CHAT) == CHAT
     odd = [{"content": "a"}, {"role": ["user"], "content": "a"}, {"role": "user"}]
     assert Tokenizer(TEXT, {}, EVERY_PART).fit_messages(odd) == odd
+
+
+LATER = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "system", "content": "It is late."},
+    {"role": "user", "content": "Bye"},
+]
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def user(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, LATER),
+        # Qwen 3.5 rejects a later system message, and others leave it out.
+        (STRICT, [{"role": "system", "content": "Be kind.\n\nBe brief."}, *user("Hi", "It is late.", "Bye")]),
+        (HERMES, [{"role": "system", "content": "Be kind.\n\nBe brief."}, *user("Hi", "It is late.", "Bye")]),
+    ],
+)
+def test_a_later_system_message_is_the_users_where_a_template_has_none(
+    template: str, expected: list[dict[str, str]]
+) -> None:
+    tokenizer = Tokenizer(TEXT, {}, template)
+    assert tokenizer.fit_messages(LATER) == expected
+    assert all(message["content"] in tokenizer.render_chat(LATER) for message in LATER)
+
+
+def test_messages_of_the_user_are_joined_where_roles_must_alternate() -> None:
+    asked = [*user("Here.", "Hi"), {"role": "assistant", "content": "Yes?"}, *user("Bye")]
+    joined = [*user("Here.\n\nHi"), *asked[2:]]
+    assert Tokenizer(TEXT, {}, GEMMA).fit_messages(asked) == joined
+    assert Tokenizer(TEXT, {}, MISTRAL).fit_messages(asked) == asked
+    assert Tokenizer(TEXT, {}, GEMMA).fit_messages([*user("Hi"), LATER[3]]) == user("Hi\n\nIt is late.")
+    assert Tokenizer(TEXT, {}, EVERY_PART).fit_messages(user("Hi", "Bye")) == [
+        {"role": "user", "content": [{"type": "text", "text": text}]} for text in ("Hi", "Bye")
+    ]
+
+
+def test_contents_that_are_no_texts_are_not_joined() -> None:
+    odd: list[dict[str, Any]] = [{"role": "user", "content": None}, *user("Hi")]
+    assert Tokenizer(TEXT, {}, GEMMA).fit_messages(odd) == odd
