@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 CHAT_OPTIONS = {key: RUN_OPTIONS[key] for key in ("max_tokens", *SAMPLING, "draft", "threads", "replan")} | {
     "max_tokens": replace(
-        RUN_OPTIONS["max_tokens"], help="Tokens of an answer, at most. Default: as many as fit.", default=None
+        RUN_OPTIONS["max_tokens"],
+        help="Tokens of an answer, at most. Default: as many as fit the context.",
+        default=None,
     ),
     # That of `run` is for text that can be compared.
     "temperature": replace(RUN_OPTIONS["temperature"], default=0.8, of_model=True),

@@ -17,7 +17,6 @@ from picompile_runtime.devices.machine import check_threads
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import PicompileRuntimeError, RequestError
 from picompile_runtime.sampling.model_defaults import artifact_defaults
-from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_server.mailbox import Answers, Mailbox
 from picompile_server.reasoning_formats import ReasoningFormat, find_reasoning_format
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from picompile_server.grammar import GrammarCompiler
     from picompile_server.reasoning_grammar import ReasoningTokens
     from picompile_server.tool_use import ToolUse
-
-# OpenAI's, where generation_config.json does not say: every token may come, as probable as the model has it.
-_DEFAULTS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
 # Shorter texts are cut into tokens sooner than another thread could begin.
 _SHORT_LETTERS = 256
@@ -48,7 +44,7 @@ class ServedModel:
         engine, tokenizer, scheduler: what it runs on.
         texts: the texts of single tokens.
         text_workers, grammar_workers: threads for work on texts, and for compiling grammars.
-        defaults: how tokens are chosen where a request does not say.
+        defaults: how tokens are chosen where a request does not say, as `picompile chat` chooses them.
         created_s: when it was loaded, in seconds since 1970.
         most_letters: number of characters that a prompt can have at most. No token has more than the longest one, and
             twice that is far more than a tokenizer's normalization takes away.
@@ -57,7 +53,7 @@ class ServedModel:
     def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, scheduler: Scheduler) -> None:
         self.name, self.engine, self.tokenizer, self.scheduler = name, engine, tokenizer, scheduler
         self.texts = TokenTexts(tokenizer)
-        self.defaults = artifact_defaults(engine.artifact, _DEFAULTS)
+        self.defaults = artifact_defaults(engine.artifact)
         self.created_s = int(time.time())
         self.most_letters = 2 * engine.context * max(map(len, tokenizer.vocabulary()), default=1)
         self._mailbox: Mailbox | None = None
@@ -195,7 +191,7 @@ def load_model(
         check_threads(threads)
     artifact = open_artifact(folder)
     try:
-        artifact_defaults(artifact, _DEFAULTS)  # before anything takes long
+        artifact_defaults(artifact)  # before anything takes long
         if kv_bytes is not None:
             options = replace(options, kv_tokens=kv_tokens(artifact.program, kv_bytes))
         engine = Engine(artifact, threads, replan, options.kv_tokens)

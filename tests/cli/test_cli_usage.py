@@ -13,6 +13,7 @@ import picompile
 from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, Cli
 from picompile.cli.app import COMMANDS, report
+from picompile.cli.chat import CHAT_OPTIONS
 from picompile.cli.options import takes_options
 from picompile.cli.run import read_prompt, run_command
 from picompile.errors import DoesNotFitError, UsageError
@@ -131,6 +132,9 @@ def test_defaults_are_those_of_the_sampler() -> None:
     names = {field.name for field in fields(sampler)} - ONLY_SERVED
     assert names == set(SAMPLING)
     assert {name: getattr(sampler, name) for name in names} == {name: declared[name] for name in names}
+    # `chat` draws, with the defaults that `serve` has.
+    assert SamplingParams(**{name: CHAT_OPTIONS[name].default for name in SAMPLING}) == SamplingParams()
+    assert {key for key, option in CHAT_OPTIONS.items() if option.of_model} == {*FIELDS}
 
 
 def test_both_command_lines_take_every_option() -> None:

@@ -198,5 +198,5 @@ def streamed(client: TestClient, path: str, **body: Any) -> list[Any]:
 
 
 def default_params(**changes: Any) -> SamplingParams:
-    """The parameters where neither the request nor the model says how to choose tokens."""
-    return SamplingParams(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes})
+    """The parameters where neither the request nor the model says how to choose tokens: those of `picompile chat`."""
+    return SamplingParams(**changes)

@@ -73,13 +73,15 @@ def sampling_defaults(config: Mapping[str, Any], base: SamplingParams) -> Sampli
     return replace(read, temperature=0.0) if samples is False else read
 
 
-def artifact_defaults(artifact: Artifact, base: SamplingParams) -> SamplingParams:
+def artifact_defaults(artifact: Artifact, base: SamplingParams | None = None) -> SamplingParams:
     """Return `base` with the values of an artifact's generation_config.json, if it has one.
+
+    Without a `base`, what the file does not say has the defaults of `SamplingParams`, which are llama.cpp's.
 
     Raises ArtifactError, which names the file, if a value makes no sense.
     """
     try:
-        return sampling_defaults(artifact.json(FILE), base)
+        return sampling_defaults(artifact.json(FILE), base or SamplingParams())
     except RequestError as error:
         raise ArtifactError(
             f"{artifact.folder / FILE}: {error}; correct the checkpoint's, and compile again"

@@ -52,7 +52,7 @@ def test_a_text_ends_with_the_model(client: TestClient, scheduler: FakeScheduler
     assert made["usage"] == {**counts, **details}
     assert made["timings"]["predicted_n"] == tokens and made["timings"]["prompt_n"] == 2
     assert made["timings"]["fired_share"] == FIRED
-    # The defaults are OpenAI's.
+    # The defaults are those of chat on the command line.
     request = scheduler.asked[0].request
     assert (request.params, request.max_tokens) == (default_params(), DEFAULT_MAX_TOKENS)
     assert (request.top_log_probabilities, request.with_prompt, request.ignore_end) == (None, False, False)
