@@ -40,7 +40,8 @@ PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 # Without it each command that a test starts compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Clients that drive the server in tests: apart, since they need other versions of some packages, and 370 MB.
+# Clients that drive the server in tests: apart, since they need other versions of some packages, and 370 MB. Where npm is,
+# also programs of node, which take 500 MB.
 CLIENTS := $(VENV)/clients
 
 .PHONY: demo test test-share test-slow test-all lint coverage fuzz bench gpu-pack docs constraints format clean
@@ -140,6 +141,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(CLIENTS)/.installed: $(VENV)/.installed-dev
 	@echo "installing clients of the server"
 	@$(PIP) install --target $(CLIENTS) "anthropic>=0.70" "langchain-openai>=1.0" "litellm>=1.80" "openai-agents>=0.6"
+	@! command -v npm >/dev/null || \
+	    npm install --prefix $(CLIENTS)/npm --no-audit --no-fund --loglevel=error @openai/codex@0.171.0 @continuedev/cli@1.5.47
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
