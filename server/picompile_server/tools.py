@@ -49,11 +49,14 @@ class ToolOffer:
         functions: which it may call, one or more.
         mode: "auto" if it may call or not, "required" if it must call.
         most_calls: how many calls an answer may have.
+        described: which the prompt describes; None for those that it may call. What is the same in every turn of a chat
+            is reused.
     """
 
     functions: tuple[ToolFunction, ...]
     mode: Literal["auto", "required"] = "auto"
     most_calls: int = 32
+    described: tuple[ToolFunction, ...] | None = None
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
@@ -65,7 +68,7 @@ class ToolOffer:
                 # As given, for the model has seen schemas in that order; templates look into the properties.
                 "parameters": dict(function.parameters or _NO_PARAMETERS),
             }
-            for function in self.functions
+            for function in (self.functions if self.described is None else self.described)
         )
         return [{"type": "function", "function": function} for function in described]
 
@@ -77,7 +80,8 @@ def read_offer(
 
     Args:
         tools: OpenAI's `tools`, whose form `ChatBody` checks.
-        choice: OpenAI's `tool_choice`: "none", "auto", "required", or the function that must be called; None is "auto".
+        choice: OpenAI's `tool_choice`: "none", "auto", "required", the function that must be called, or those that may
+            be (`allowed_tools`); None is "auto".
         parallel: OpenAI's `parallel_tool_calls`.
 
     Raises:
@@ -90,13 +94,17 @@ def read_offer(
         raise RequestError(f"two tools are called {twice}")
     if not functions or choice == "none":
         return None
-    if isinstance(choice, Mapping):
-        name = choice["function"]["name"]
-        if name not in names:
-            raise RequestError(f"tool_choice names {shown(name)}, and the tools are {', '.join(names)}")
-        return ToolOffer((functions[names.index(name)],), "required", 1)
     most_calls = ToolOffer.most_calls if parallel else 1
-    return ToolOffer(functions, "required" if choice == "required" else "auto", most_calls)
+    if not isinstance(choice, Mapping):
+        return ToolOffer(functions, "required" if choice == "required" else "auto", most_calls)
+    allowed: Mapping[str, Any] = choice.get("allowed_tools", {"tools": [choice]})
+    chosen = {tool["function"]["name"] for tool in allowed["tools"]}
+    if unknown := chosen - set(names):
+        raise RequestError(f"tool_choice names {shown(min(unknown))}, and the tools are {', '.join(names)}")
+    callable_ones = tuple(function for function in functions if function.name in chosen)
+    if choice["type"] == "function":
+        return ToolOffer(callable_ones, "required", 1)
+    return ToolOffer(callable_ones, allowed["mode"], most_calls, described=functions)
 
 
 def _function(

@@ -77,6 +77,20 @@ def test_choices_that_make_no_sense_are_refused() -> None:
         read_offer([NOW], {"type": "function", "function": {"name": "then"}})
 
 
+def test_some_tools_may_be_called_and_all_are_described() -> None:
+    tools = [tool(name) for name in ("a", "b", "c")]
+    for mode in ("auto", "required"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in "ca"]}
+        offer = read_offer(tools, {"type": "allowed_tools", "allowed_tools": allowed}, parallel=False)
+        assert offer is not None and (offer.mode, offer.most_calls) == (mode, 1)
+        assert [function.name for function in offer.functions] == ["a", "c"]
+        everything = read_offer(tools)
+        assert everything is not None and offer.template_tools == everything.template_tools
+    allowed["tools"].append({"type": "function", "function": {"name": "d"}})
+    with pytest.raises(RequestError, match=r"tool_choice names .d., and the tools are a, b, c"):
+        read_offer(tools, {"type": "allowed_tools", "allowed_tools": allowed})
+
+
 def test_arguments_have_no_names_of_their_own() -> None:
     closed = {"additionalProperties": False}
     for parameters, expected in (

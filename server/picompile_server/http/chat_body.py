@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
 from picompile_server.http.fields import BodyPart, SchemaObject, TextBody, TokenLimit
@@ -152,6 +161,35 @@ class ChosenTool(BodyPart):
     function: ChosenFunction
 
 
+class AllowedTools(BodyPart):
+    """The tools that may be called, of those that are described; `mode` says whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedChoice(BodyPart):
+    """A choice of several tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_tag(choice: Any) -> str:
+    """Return the tag of a choice's class. Errors leave out tags that are no names."""
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed tools" if kind == "allowed_tools" else "chosen tool"
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[ChosenTool, Tag("chosen tool")] | Annotated[AllowedChoice, Tag("allowed tools")],
+        Discriminator(choice_tag),
+    ]
+)
+
+
 def _some(value: int) -> int:
     if value == 0:
         raise ValueError("a message has 1 token or more; give -1 for no limit")
@@ -178,7 +216,7 @@ class ChatBody(TextBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: SchemaObject | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -225,5 +263,5 @@ class ChatBody(TextBody):
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may call, None for no tools. Raises RequestError if they make no sense."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, BodyPart) else self.tool_choice
         return read_offer(tools, choice, self.parallel_tool_calls is not False)

@@ -15,6 +15,7 @@ from picompile_server.http.chat_body import (
     ChosenFunction,
     FunctionBody,
     ReasoningEffort,
+    choice_tag,
 )
 from picompile_server.http.fields import BodyPart, JsonObjectFormat, RequestBody, SchemaObject, TextFormat
 from picompile_server.http.refusals import RESPONSES, SAMPLING, Refusal
@@ -48,6 +49,43 @@ class FlatChosenTool(ChosenFunction):
     """The function that must be called, as this endpoint writes it."""
 
     type: Literal["function"]
+
+
+class AllowedTool(BodyPart):
+    """A tool that may be called, as this endpoint writes it; those that are no functions are left out."""
+
+    type: str
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _is_named(self) -> AllowedTool:
+        if self.type == "function" and self.name is None:
+            raise ValueError("a function of tool_choice needs its name")
+        return self
+
+
+class FlatAllowedChoice(BodyPart):
+    """The tools that may be called, of those that are described; `mode` says whether one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+    def for_chat(self) -> str | Mapping[str, Any]:
+        """Return the choice as the other endpoint writes it; "none" if no function is left."""
+        named = [
+            {"type": "function", "function": {"name": tool.name}} for tool in self.tools if tool.type == "function"
+        ]
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": named}} if named else "none"
+
+
+FlatToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[FlatChosenTool, Tag("chosen tool")] | Annotated[FlatAllowedChoice, Tag("allowed tools")],
+        Discriminator(choice_tag),
+    ]
+)
 
 
 class ReasoningSettings(BodyPart):
@@ -105,7 +143,7 @@ class ResponseBody(RequestBody):
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextSettings | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChosenTool | None = None
+    tool_choice: FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
     include: list[str] | None = None
@@ -158,7 +196,6 @@ class ResponseBody(RequestBody):
 
     def as_chat(self) -> ChatBody:
         """Return the request that asks the other endpoint for the same."""
-        chosen = self.tool_choice
         fields = {
             "messages": chat_messages(self.instructions, self.input),
             "max_tokens": self.max_output_tokens,
@@ -166,14 +203,18 @@ class ResponseBody(RequestBody):
             "top_p": self.top_p,
             "response_format": self._form(),
             "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.functions],
-            "tool_choice": {"type": "function", "function": {"name": chosen.name}}
-            if isinstance(chosen, FlatChosenTool)
-            else chosen,
+            "tool_choice": self._choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         return ChatBody.model_validate(fields)
+
+    def _choice(self) -> str | Mapping[str, Any] | None:
+        chosen = self.tool_choice
+        if isinstance(chosen, FlatChosenTool):
+            return {"type": "function", "function": {"name": chosen.name}}
+        return chosen.for_chat() if isinstance(chosen, FlatAllowedChoice) else chosen
 
     def _form(self) -> Mapping[str, Any] | None:
         if self.text is None or self.text.format is None:

@@ -118,7 +118,7 @@ class _ResponseWriter(ReplyWriter):
 
     def _tool_choice(self) -> Any:
         chosen = self._body.tool_choice or "auto"
-        return chosen if isinstance(chosen, str) else chosen.model_dump()
+        return chosen if isinstance(chosen, str) else chosen.model_dump(exclude_none=True)
 
     def _events(self, events: Iterable[ItemEvent]) -> bytes:
         return b"".join([self._event(name, members) for name, members in events])

@@ -152,6 +152,25 @@ def test_what_the_model_may_or_must_call() -> None:
         assert mask[text_tokens("<")[0]] and not mask[text_tokens("H")[0]]
 
 
+def test_some_of_the_tools_may_be_called() -> None:
+    for mode in ("auto", "required"):
+        chosen = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "add"}]}
+        model = agent_model("Hi" if mode == "auto" else WRITTEN)
+        body = {"tools": [ADD, {**ADD, "name": "take"}], "tool_choice": chosen}
+        response = fake_serving.made(client_of(model), PATH, input="Hi", **body)
+        assert response["tool_choice"] == chosen and [each["name"] for each in response["tools"]] == ["add", "take"]
+        assert '"name": "take"' in prompt_of(model)
+        grammar = model.scheduler.asked[0].request.grammar()  # type: ignore[attr-defined]
+        for token in text_tokens('<tool_call>\n{"name": "'):
+            grammar.accept(token)
+        mask = grammar.allowed()
+        assert mask[text_tokens("a")[0]] and not mask[text_tokens("t")[0]]
+    # A tool that only OpenAI runs is the only one that may be called, so none can be.
+    chosen = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    response = made(ALL, tools=[ADD], tool_choice=chosen)
+    assert response["tool_choice"] == chosen and all(item["type"] != "function_call" for item in response["output"])
+
+
 def test_tools_of_other_kinds_are_left_out() -> None:
     others = [
         {"type": "web_search"},
