@@ -67,6 +67,14 @@ SERVE_OPTIONS = {
             default=None,
             metavar="SIZE",
         ),
+        RunOption(
+            ("--keep-alive",),
+            kind=str,
+            help="Unload a model that no request has used for so long, as in 5m; the next request loads it again. "
+            "Default: models stay loaded.",
+            default=None,
+            metavar="TIME",
+        ),
         RUN_OPTIONS["threads"],
         RUN_OPTIONS["replan"],
         RunOption(
@@ -120,6 +128,7 @@ SERVE_OPTIONS = {
             least=0,
             most=86400,
         ),
+        RunOption(("--quiet",), bool, "Write no line for each request to stderr.", False),
         RUN_OPTIONS["debug"],
     )
 }

@@ -34,6 +34,8 @@ class ServeOptions:
         origins: of pages that may ask.
         hosts: names that requests may have as Host, beyond those of localhost.
         drain_s: seconds that running answers have when the server is to end.
+        keep_s: seconds without requests after which a model is unloaded; None keeps it.
+        is_quiet: whether to write no line for each request.
     """
 
     models: Mapping[str, Path]
@@ -53,6 +55,8 @@ class ServeOptions:
     origins: Sequence[str] = ()
     hosts: Sequence[str] = ()
     drain_s: float = 30.0
+    keep_s: float | None = None
+    is_quiet: bool = False
 
 
 def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> ServeOptions:
@@ -65,7 +69,7 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
     Raises:
         RequestError: a value makes no sense.
     """
-    kv_memory, model_memory = values["kv_memory"], values["model_memory"]
+    kv_memory, model_memory, keep_alive = (values[key] for key in ("kv_memory", "model_memory", "keep_alive"))
     load, most_loaded = _load_time(values["load"]), values["max_loaded"]
     if load == "start" and (most_loaded, model_memory) != (None, None):
         raise RequestError("--max-loaded and --model-memory limit models that are loaded on demand; give --load demand")
@@ -87,6 +91,8 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
         origins=tuple(values["cors"]),
         hosts=tuple(values["allowed_host"]),
         drain_s=values["drain_timeout"],
+        keep_s=None if keep_alive is None else parse_duration(keep_alive, "--keep-alive"),
+        is_quiet=values["quiet"],
     )
 
 
@@ -142,3 +148,17 @@ def parse_size(text: str, option: str) -> int:
         if size >= 1:
             return int(size)
     raise RequestError(f"{option} takes a size such as 512MiB, not {shown(text)}")
+
+
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smh]?)", re.IGNORECASE | re.ASCII)
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return the seconds that `text` writes, as 90, 30s, 5m or 1h. Raises RequestError, which names the `option`."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is not None:
+        number, unit = found.groups()
+        duration = float(number) * {"": 1, "s": 1, "m": 60, "h": 3600}[unit.lower()]
+        if duration > 0:
+            return duration
+    raise RequestError(f"{option} takes a time such as 5m, not {shown(text)}")

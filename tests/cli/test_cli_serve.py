@@ -18,7 +18,7 @@ from picompile.cli.serve import serve_command
 from picompile_runtime import RequestError
 from picompile_server.declared import SERVE_OPTIONS
 from picompile_server.main import _parser
-from picompile_server.options import ServeOptions, parse_size, serve_options
+from picompile_server.options import ServeOptions, parse_duration, parse_size, serve_options
 
 pytestmark = pytest.mark.slow("starts servers in processes of their own; what they call has fast tests")
 
@@ -43,7 +43,7 @@ def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         *("--model", "a=x/y", "--model", "b=z=1", "--api-key", "zeroth", "--api-key-file", str(keys)),
         *("--kv-memory", "1.5GiB", "--max-body", "2MB", "--no-reread", "--drain-timeout", "1.5", "--cors", "http://a"),
         *("--allowed-host", "me", "-t", "3", "--replan", "--max-waiting", "4", "--host", "::", "--port", "0"),
-        *("--load", "demand", "--max-loaded", "2", "--model-memory", "4GiB"),
+        *("--load", "demand", "--max-loaded", "2", "--model-memory", "4GiB", "--keep-alive", "5m", "--quiet"),
     ]
     assert serve_options(None, vars(_parser().parse_args(words))) == ServeOptions(
         models={"a": Path("x/y"), "b": Path("z=1")},
@@ -62,6 +62,8 @@ def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         origins=("http://a",),
         hosts=("me",),
         drain_s=1.5,
+        keep_s=300.0,
+        is_quiet=True,
     )
 
 
@@ -71,6 +73,14 @@ def test_sizes() -> None:
     for text in ("", "0", "-1", "1.2.3", "1e9", "MiB", "1 X", "1KiBB", "nan", "²"):
         with pytest.raises(RequestError, match="--max-body takes a size such as 512MiB"):
             parse_size(text, "--max-body")
+
+
+def test_durations() -> None:
+    for text, duration_s in (("90", 90), ("30s", 30), ("0.5 m", 30), ("2H", 7200)):
+        assert parse_duration(text, "--keep-alive") == duration_s
+    for text in ("", "0", "-1", "5 min", "1e9", "m", "nan", "²s"):
+        with pytest.raises(RequestError, match="--keep-alive takes a time such as 5m"):
+            parse_duration(text, "--keep-alive")
 
 
 def test_options_that_make_no_sense() -> None:

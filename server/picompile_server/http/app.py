@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from picompile_runtime.errors import PicompileRuntimeError
+from picompile_server.http.access_log import AccessLog
 from picompile_server.http.chat import create_chat_completion
 from picompile_server.http.completions import create_completion
 from picompile_server.http.errors import ApiError, answer_api_error, answer_http_error
@@ -34,19 +35,21 @@ _CLIENT_GONE = 499
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Access rules: who may send requests, and how large.
+    """Access rules: who may send requests, and how large; and who is told of them.
 
     Attributes:
         keys: API keys; with none, every request is answered.
         hosts: names that requests may have as Host; None allows any.
         origins: of pages that may ask.
         most_body_bytes: largest body of a request.
+        log: takes a line for each request; None writes none.
     """
 
     keys: Sequence[str] = ()
     hosts: Sequence[str] | None = None
     origins: Sequence[str] = ()
     most_body_bytes: int = 2**24
+    log: Callable[[str], object] | None = None
 
 
 def make_app(models: ModelSet, settings: AppSettings | None = None) -> Starlette:
@@ -74,7 +77,12 @@ def make_app(models: ModelSet, settings: AppSettings | None = None) -> Starlette
     )
     app = Starlette(
         routes=routes,
-        middleware=[*_cors(settings.origins), guard, Middleware(ModelUse, models=models)],
+        middleware=[
+            *([] if settings.log is None else [Middleware(AccessLog, write=settings.log)]),
+            *_cors(settings.origins),
+            guard,
+            Middleware(ModelUse, models=models),
+        ],
         exception_handlers={
             ApiError: answer_api_error,
             PicompileRuntimeError: answer_api_error,

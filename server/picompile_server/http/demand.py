@@ -18,6 +18,8 @@ from picompile_server.model import ServedModel
 Result = TypeVar("Result")
 PATIENCE_S = 60.0  # for a model to become idle
 
+_LEAST_SLEEP_S = 0.01
+
 
 @dataclass(frozen=True)
 class Room:
@@ -92,6 +94,14 @@ class OnDemand:
             self._sizes[name] = size
             self._models.add(model)
             self._say(f"loaded {name}")
+
+    async def unload_idle(self, after_s: float) -> None:
+        """Unload each model that no request has used for `after_s` seconds. It does not end."""
+        while True:
+            await asyncio.sleep(max(after_s - self._models.longest_idle_s(), _LEAST_SLEEP_S))
+            async with self._turn:
+                if self._models.longest_idle_s() >= after_s:
+                    await self._unload_one()
 
     async def _loaded(self, name: str) -> ServedModel:
         """Return a model that is loaded now; unload idle ones as long as it does not fit beside them."""

@@ -34,6 +34,7 @@ class Loader:
         """Make a loader; `end` ends the server that listens at `url`, if a model cannot be loaded at the start."""
         self._options, self._models, self._url, self._end = options, models, url, end
         self.error: BaseException | None = None
+        self._unloading: asyncio.Future[None] | None = None  # kept, since the loop does not
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to load; `loop`, which runs, gets each loaded model."""
@@ -78,7 +79,10 @@ class Loader:
             _say_notes(model)
             return model
 
-        self._models.demand = OnDemand(self._models, load, self._size_bytes, self._room, say)
+        demand = OnDemand(self._models, load, self._size_bytes, self._room, say)
+        self._models.demand = demand
+        if self._options.keep_s is not None:
+            self._unloading = asyncio.ensure_future(demand.unload_idle(self._options.keep_s))
 
     def _load_all(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -116,6 +120,8 @@ class Loader:
             say(_plain_note(model))
         if self._models.state == "ok":
             say(f"serving {', '.join(self._options.models)} at {self._url}")
+            if self._options.keep_s is not None:  # what is unloaded comes back on demand
+                self._load_on_demand()
 
 
 def _plain_note(model: ServedModel) -> str:

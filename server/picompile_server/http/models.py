@@ -117,11 +117,21 @@ class ModelSet:
         idle = [name for name in self.loaded if not self._requests[name]]
         return self.loaded[min(idle, key=self._used_s.__getitem__)] if idle else None
 
+    def longest_idle_s(self) -> float:
+        """Return for how many seconds no request has used the model of `longest_idle`; 0 if all are used."""
+        model = self.longest_idle()
+        return 0.0 if model is None else time.monotonic() - self._used_s[model.name]
+
     def all(self) -> Mapping[str, ServedModel]:
         """Return the models that answer requests. Raises ApiError while there is none and all are to be (503)."""
         if not self.loaded and self.demand is None:
             raise ApiError(503, "the models are loading; try again in a moment", code="loading")
         return self.loaded
+
+
+def used_models(scope: Scope) -> Sequence[str]:
+    """Return the names of the models that a request uses or has used."""
+    return tuple(dict.fromkeys(scope.get(_USED, ())))
 
 
 class ModelUse:

@@ -117,6 +117,10 @@ class ReplyWriter:
         """Return the data for a failed answer."""
         return sse(error.body()) + DONE
 
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens of the answers, as OpenAI's API counts them."""
+        return usage(self._reply.answers, self._reply.body.answers)
+
     def close(self) -> None:
         """Note how the answers went."""
         self._reply.close()

@@ -36,7 +36,13 @@ def serve(options: ServeOptions) -> None:
     models = ModelSet(tuple(options.models))
     app = make_app(
         models,
-        AppSettings(options.keys, allowed_hosts(options.host, options.hosts), options.origins, options.most_body_bytes),
+        AppSettings(
+            options.keys,
+            allowed_hosts(options.host, options.hosts),
+            options.origins,
+            options.most_body_bytes,
+            log=None if options.is_quiet else say,
+        ),
     )
     config = uvicorn.Config(
         app,

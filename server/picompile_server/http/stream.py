@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from picompile_server.http.access_log import log_usage
 from picompile_server.http.errors import ApiError, as_api_error, json_response
 from picompile_server.mailbox import Answers
 from picompile_server.request import Event
@@ -55,6 +56,9 @@ class Writer(Protocol):
     def whole(self) -> Any:
         """Return the reply to a request that is not streamed."""
 
+    def usage(self) -> Mapping[str, Any]:
+        """Return the tokens of the answers, as OpenAI's API counts them."""
+
     def close(self) -> None:
         """Note the end of the answers, whatever the reason."""
 
@@ -66,6 +70,7 @@ async def deliver(
 
     Raises as `collect` does.
     """
+    log_usage(request, writer.usage)
     if is_streamed:
         return EventStream(answers, writer)
     try:

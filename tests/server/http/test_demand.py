@@ -107,6 +107,27 @@ def test_the_model_that_is_idle_for_longest_makes_room() -> None:
     assert served.scheduler("b").is_closed and not served.scheduler("a").is_closed
 
 
+def test_a_model_without_requests_is_unloaded_and_comes_back() -> None:
+    async def asks(served: Served) -> None:
+        assert isinstance(served.models.demand, OnDemand)
+        unloading = asyncio.ensure_future(served.models.demand.unload_idle(0.1))
+        await served.ask("a")
+        gate = served.scheduler("a").gate
+        gate.clear()
+        running = asyncio.ensure_future(served.ask("a"))
+        await until(lambda: served.scheduler("a").running)
+        await served.ask("b")
+        await until(lambda: "unloaded b" in served.done)
+        assert await served.states() == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+        gate.set()
+        assert (await running).status_code == 200
+        await until(lambda: "unloaded a" in served.done)
+        assert (await served.ask("a")).status_code == 200
+        unloading.cancel()
+
+    assert serve(asks).done == ["loaded a", "loaded b", "unloaded b", "unloaded a", "loaded a"]
+
+
 def test_a_number_of_models_may_be_loaded() -> None:
     async def asks(served: Served) -> None:
         for name in ("a", "b", "c"):

@@ -80,6 +80,12 @@ def test_models_are_loaded_at_the_start_if_they_fit(
     assert start.lines[0].startswith("loading ") and "http://here/health" in start.lines[0]
 
 
+def test_models_are_unloaded_if_they_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    models = start.run(lambda start: {"unloaded a", "unloaded b"} <= {*start.lines}, keep_s=0.05)
+    assert not models.loaded and models.state == "ok" and models.state_of("a") == "unloaded"
+
+
 def test_what_does_not_fit_at_the_start_is_loaded_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, {"b": DoesNotFitError("the GPU has too little memory")})
     models = start.run(Start.serves)
