@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.fake_hub import FakeHub
-from helpers.gguf_files import byte_level_metadata, save_example
+from helpers.documented_models import ON_THE_HUB, hub_of_documents
 from helpers.powerinfer_files import Sizes, random_predictors, write_gguf
 from helpers.support import BUNDLED_MODEL, ROOT
 
@@ -41,9 +40,6 @@ NOT_RUN = {
     r"picompile serve ": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
     r"picompile chat \S+$": "a conversation; cli/test_cli_chat.py has some",
 }
-
-# Models on the hub that the documents name. The bundled model stands for all of them.
-ON_THE_HUB = ("Qwen/Qwen3-0.6B", "unsloth/Qwen3-0.6B-GGUF")
 
 # What a reader has, and what stands for it here.
 PLACEHOLDERS = {
@@ -102,13 +98,7 @@ def environment(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
     folder = tmp_path_factory.mktemp("hub")
-    with FakeHub() as hub:
-        for name in ON_THE_HUB:
-            if name.endswith("GGUF"):
-                file = save_example(folder, "llama", "Q8_0", **byte_level_metadata(), **{"llama.context_length": 1024})
-                hub.add(name, {f"{name}-{label}.gguf": file.read_bytes() for label in ("Q4_K_M", "Q8_0")})
-            else:
-                hub.add_folder(name, BUNDLED_MODEL)
+    with hub_of_documents(folder) as hub:
         yield hub.environment(folder, PATH=path, PICOMPILE_TARGET="native")
 
 

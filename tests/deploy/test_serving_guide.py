@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.documented_models import hub_of_documents
 from helpers.proxies import free_port
 from helpers.support import BUNDLED_MODEL, ROOT
 
@@ -60,13 +61,17 @@ def test_the_guide(tmp_path: Path, commands: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     assert BUNDLED_MODEL.parent == ROOT / "models"
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PICOMPILE_TARGET": "native"}
-    with ExitStack() as stack:
+    with hub_of_documents(tmp_path) as hub, ExitStack() as stack:
+        environment = hub.environment(tmp_path, PATH=path, PICOMPILE_TARGET="native")
         place = PORT
         for kind, text in steps():
             if text.startswith(tuple(EXEMPT)):
                 continue
-            if "picompile serve " in text:
+            if text.startswith("picompile compile "):
+                # `huggingface_hub` reads its environment when it is imported, which the server of commands has done.
+                command = f"{sys.executable} -m {text}"
+                subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
+            elif "picompile serve " in text:
                 stack.close()
                 place = stack.enter_context(server(text, tmp_path, environment))
             else:

@@ -62,7 +62,8 @@ def _does_not_fit(what: str, tokens: int, model: ServedModel) -> ApiError:
     context = model.engine.context
     return ApiError(
         400,
-        f"{what} {'do' if ' and ' in what else 'does'} not fit the model's context of {context} tokens; shorten it",
+        f"{what} {'do' if ' and ' in what else 'does'} not fit the model's context of {context} tokens; "
+        "shorten it, or compile for a larger --context",
         code="context_length_exceeded",
         details={"n_prompt_tokens": tokens, "n_ctx": context},
     )
