@@ -138,16 +138,22 @@ class _Tagged(_Rules):
 
     def argument(self, key: str, part: object) -> str:
         """Return the expression of the argument `key`."""
-        return f"{self.text(f'{self._tags.before_name}{key}{self._tags.before_value}')} {self._value(part)}"
+        return f"{self.text(f'{self._tags.before_name}{key}')} {self._value(part)}"
 
     def _value(self, part: object) -> str:
-        types, close = self.types(part), self.text(self._tags.after_value)
+        """Return the expression of the tag before a value, the value, and the tag behind it."""
+        tags, types = self._tags, self.types(part)
+        before, close = self.text(tags.before_value), self.text(tags.after_value)
         if "string" not in types:
-            return f"{self.json(part)} {close}"
+            return f"{before} {self.json(part)} {close}"
+        before_text = self.text(tags.before_text or tags.before_value)
         choices = self.choices(part) if types == {"string"} else None
         if choices:
-            return f"{self.add(' | '.join(map(self.text, choices)))} {close}"
-        return self._any_text()
+            return f"{before_text} {self.add(' | '.join(map(self.text, choices)))} {close}"
+        any_text = f"{before_text} {self._any_text()}"
+        if tags.before_text is None or types == {"string"}:
+            return any_text
+        return self.add(f"{any_text} | {before} {self.json(part)} {close}")
 
     def _any_text(self) -> str:
         """Return the expression of any text up to the tag that ends it."""
@@ -159,8 +165,7 @@ class _Tagged(_Rules):
 
     def other(self) -> str:
         """Return the expression of an argument of any name."""
-        tags = self._tags
-        return f"{self.text(tags.before_name)} {_NAME} {self.text(tags.before_value)} {self._any_text()}"
+        return f"{self.text(self._tags.before_name)} {_NAME} {self._value({})}"
 
     def joined(self, parts: Sequence[tuple[str, bool]], others: str | None) -> str:
         """Return the expression of arguments in their order, those that are not required left out or not."""

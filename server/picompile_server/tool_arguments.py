@@ -92,7 +92,7 @@ class TaggedReader:
         place, parts = 0, []
         while not self.is_complete and (found := self._argument(text, place)) is not None:
             place, name, value = found
-            parts.append(self._object.member(name, tagged_json(value, name, self._schema)))
+            parts.append(self._object.member(name, value))
         rest, first = text[place:], self._tags.before_name
         if not rest.startswith(first) and not first.startswith(rest):
             # a text that may yet be the end is not taken for it before it is
@@ -101,15 +101,27 @@ class TaggedReader:
         return place, "".join(parts)
 
     def _argument(self, text: str, place: int) -> tuple[int, str, str] | None:
-        """Return where the next argument ends, its name and its value; None if it is not there as a whole."""
+        """Return where the next argument ends, its name and its value as JSON; None if it is not there as a whole."""
         tags = self._tags
         if not text.startswith(tags.before_name, place):
             return None
         start = place + len(tags.before_name)
-        middle = text.find(tags.before_value, start)
-        begin = middle + len(tags.before_value)
+        befores = [before for before in (tags.before_value, tags.before_text) if before is not None]
+        found = [(text.find(before, start), before) for before in befores]
+        middle, before = min((each for each in found if each[0] >= 0), default=(-1, ""))
+        begin = middle + len(before)
         end = text.find(tags.after_value, begin) if middle >= 0 else -1
-        return None if end < 0 else (end + len(tags.after_value), text[start:middle], text[begin:end])
+        if end < 0:
+            return None
+        name, value = text[start:middle], text[begin:end]
+        return end + len(tags.after_value), name, self._json(name, value, before)
+
+    def _json(self, name: str, value: str, before: str) -> str:
+        """Return the JSON of a value: what the tag before it says that it is, else what the schema allows."""
+        if self._tags.before_text is None:
+            return tagged_json(value, name, self._schema)
+        read = None if before == self._tags.before_text else _read_json(value)
+        return _json(value) if read is None else read
 
 
 _KEY = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=")

@@ -9,19 +9,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """Arguments one by one, each name and each value between two texts. A text stands as it is, all else as JSON."""
+    """Arguments one by one, each name and each value between two texts. A text stands as it is, all else as JSON.
+
+    A format that says whether a value is a text has `before_text` before texts, and `before_value` before all else.
+    """
 
     before_name: str
     before_value: str
     after_value: str
+    before_text: str | None = None
 
     def write(self, arguments: str) -> str:
         """Return the text of arguments, given as JSON."""
         return "".join(
-            f"{self.before_name}{name}{self.before_value}{value if isinstance(value, str) else _json(value)}"
+            f"{self.before_name}{name}{self._before(value)}{value if isinstance(value, str) else _json(value)}"
             f"{self.after_value}"
             for name, value in json.loads(arguments).items()
         )
+
+    def _before(self, value: object) -> str:
+        return self.before_value if self.before_text is None or not isinstance(value, str) else self.before_text
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,8 @@ class ToolFormat:
     def texts(self) -> tuple[str, ...]:
         """All texts in calls besides names and arguments."""
         tags = self.arguments
-        tagged = (tags.before_name, tags.before_value, tags.after_value) if isinstance(tags, TaggedArguments) else ()
+        tagged: tuple[str, ...] = ()
+        if isinstance(tags, TaggedArguments):
+            tagged = (tags.before_name, tags.before_value, tags.before_text or "", tags.after_value)
         around = (self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end)
         return *around, *tagged, self.before_text

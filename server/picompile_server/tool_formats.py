@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from picompile_server.reasoning_formats import HARMONY
 from picompile_server.tool_format import KeywordArguments, TaggedArguments, ToolFormat
@@ -142,6 +143,27 @@ MINIMAX = ToolFormat(
     end="</minimax:tool_call>",
     arguments=TaggedArguments('<parameter name="', '">', "</parameter>\n"),
 )
+# DeepSeek V3.2, by its encoding_dsv32.py; its template comes from others.
+DEEPSEEK_DSML = ToolFormat(
+    name="deepseek-dsml",
+    trigger="<｜DSML｜function_calls>",
+    begin="<｜DSML｜function_calls>\n",
+    before_name='<｜DSML｜invoke name="',
+    before_arguments='">\n',
+    after_arguments="</｜DSML｜invoke>\n",
+    end="</｜DSML｜function_calls>",
+    arguments=TaggedArguments(
+        '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", before_text='" string="true">'
+    ),
+)
+# DeepSeek V4.
+DEEPSEEK_DSML_CALLS = replace(
+    DEEPSEEK_DSML,
+    name="deepseek-dsml-calls",
+    trigger="<｜DSML｜tool_calls>",
+    begin="<｜DSML｜tool_calls>\n",
+    end="</｜DSML｜tool_calls>",
+)
 # LFM 2 and 2.5.
 LFM = ToolFormat(
     name="lfm",
@@ -224,11 +246,13 @@ KIMI = ToolFormat(
 FORMATS = (
     *(HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN),
     *(HERMES_DENSE, QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON, TAGGED_LIST),
-    *(GPT_OSS, KIMI),
+    *(GPT_OSS, KIMI, DEEPSEEK_DSML, DEEPSEEK_DSML_CALLS),
 )
 
 # What a template has that writes calls so; the first that fits is the model's.
 _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
+    (lambda text: "｜DSML｜" in text and "function_calls" in text, DEEPSEEK_DSML),
+    (lambda text: "｜DSML｜" in text, DEEPSEEK_DSML_CALLS),
     (lambda text: "<seed:tool_call>" in text and "<parameter=" in text, SEED),
     (lambda text: "<minimax:tool_call>" in text and '<parameter name="' in text, MINIMAX),
     (lambda text: "<tool_call>" in text and "<function=" in text and "<parameter=" in text, QWEN_XML),

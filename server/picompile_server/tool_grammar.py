@@ -102,6 +102,10 @@ def _start(style: ToolFormat, trigger: str, behind: str, special_tokens: Mapping
         return [f"start: {named} OTHER | {before} {trigger} {behind}", other]
     if style.trigger in special_tokens:
         return [f"start: TEXT | TEXT {trigger} {behind}", f"TEXT: {_ANY_TEXT}"]
+    if (begin := min((style.trigger.find(name) for name in special_tokens if name in style.trigger), default=0)) > 0:
+        # No text has that token, so what is before it in the trigger is the end of the text.
+        lead, token = _escaped(style.trigger[:begin]), lark_text(style.trigger[begin:], special_tokens)
+        return [f"start: TEXT | LEAD {token} {behind}", f"LEAD: /(?s:.*){lead}/", f"TEXT: {_ANY_TEXT}"]
     # lazy: the text ends at the first trigger
     return [f"start: TEXT | lead {behind}", f"lead[lazy]: TEXT {trigger}", f"TEXT: {_ANY_TEXT}"]
 

@@ -330,6 +330,21 @@ KIMI = (
     "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
 )
+# DeepSeek V3.2 and V4, whose templates name the token by a variable.
+DEEPSEEK_DSML = (
+    "{% set token = '｜DSML｜' %}{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
+    "{% endif %}{% endfor %}{% if tools %}## Tools\n<{{ token }}function_calls>\n<{{ token }}invoke name=NAME>\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}\n\n<function_results>\n<result>{{ m.content }}</result>\n"
+    "</function_results>\n\n{% elif m.role != 'system' %}<｜{{ m.role }}｜>{{ m.content }}{% if m.tool_calls %}"
+    "{{ '\n\n<' + token + 'function_calls>\n' }}{% for call in m.tool_calls %}<{{ token }}invoke name=\""
+    '{{ call.function.name }}">\n{% for k, v in call.function.arguments.items() %}<{{ token }}parameter name="{{ k }}" '
+    "string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}"
+    "</{{ token }}parameter>\n{% endfor %}</{{ token }}invoke>\n{% endfor %}"
+    "</{{ token }}function_calls>{% endif %}{{ eos_token if m.role == 'assistant' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜assistant｜></think>{% endif %}"
+)
+DEEPSEEK_DSML_CALLS = DEEPSEEK_DSML.replace("function_calls>", "tool_calls>")
 # A format that nobody knows.
 UNKNOWN = (
     "{% if tools %}<declare>{{ tools | tojson }}</declare>{% endif %}"
@@ -399,6 +414,8 @@ TEMPLATES = {
     "tagged-list": TAGGED_LIST,
     "gpt-oss": GPT_OSS,
     "kimi": KIMI,
+    "deepseek-dsml": DEEPSEEK_DSML,
+    "deepseek-dsml-calls": DEEPSEEK_DSML_CALLS,
     "agent": AGENT,
     "unknown": UNKNOWN,
     "smollm": SMOLLM,

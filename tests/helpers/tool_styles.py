@@ -10,6 +10,7 @@ from picompile_server.tool_formats import FORMATS
 _LIKE_OTHERS = {
     **dict.fromkeys(("hermes-dense", "nemotron", "tagged-list"), "like hermes and granite"),
     **dict.fromkeys(("seed", "glm", "minimax"), "like qwen-xml and glm-dense"),
+    "deepseek-dsml-calls": "like deepseek-dsml",
     **dict.fromkeys(("olmo", "llama-python"), "like lfm"),
 }
 

@@ -18,7 +18,7 @@ from picompile_server.grammar import GrammarCompiler
 from picompile_server.json_types import ALL_TYPES, possible_types
 from picompile_server.tool_arguments import python_json, tagged_json
 from picompile_server.tool_format import KeywordArguments, ToolFormat
-from picompile_server.tool_formats import FORMATS, GLM_DENSE, LFM, OLMO, QWEN_XML
+from picompile_server.tool_formats import DEEPSEEK_DSML, FORMATS, GLM_DENSE, LFM, OLMO, QWEN_XML
 from picompile_server.tool_grammar import tool_grammar
 from picompile_server.tool_parser import ToolCallParser
 from picompile_server.tool_use import ToolUse
@@ -204,6 +204,15 @@ def test_tags_that_are_special_tokens_end_a_text() -> None:
     assert maker is not None
     assert takes(maker, tokenizer, GLM_DENSE.write([("get", '{"city": "a <b", "days": 3}')]), EOS)
     assert not takes(maker, tokenizer, GLM_DENSE.write([("get", '{"city": "a", "days": "b"}')]), EOS)
+
+
+def test_a_value_is_what_the_tag_before_it_says() -> None:
+    text = DEEPSEEK_DSML.write([("get", '{"city": "5", "days": 3, "note": "[1]"}')])
+    assert 'name="city" string="true">5<' in text and 'name="days" string="false">3<' in text
+    assert read(DEEPSEEK_DSML, [text], {}) == {"city": "5", "days": 3, "note": "[1]"}
+    assert read(DEEPSEEK_DSML, [text.replace(">3<", ">three<")], {})["days"] == "three"
+    maker = tool_grammar(compiler(), DEEPSEEK_DSML, offer_of(SCHEMA), {})
+    assert not takes(maker, byte_level(), text.replace('"days" string="false"', '"days" string="true"'), EOS)
 
 
 def test_what_is_no_argument_ends_the_call() -> None:

@@ -294,7 +294,7 @@ def test_random_answers_are_calls_of_what_is_offered(style: ToolFormat) -> None:
     closing = np.array([text in ('"', "}", "]", "") for text in texts])
     maker = tools.grammar(compiler(style.name), offered("required"))
     for seed in range(3):
-        ids = draw_answer(maker, np.random.default_rng(seed), 2000, closing)
+        ids = draw_answer(maker, np.random.default_rng(seed), 4000, closing)
         assert ids is not None
         decoder = StreamDecoder(tokenizer, tools.shown_tokens)
         text = "".join([*(decoder.push(token) for token in ids if token != EOS), decoder.flush()])

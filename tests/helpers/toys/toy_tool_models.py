@@ -28,6 +28,7 @@ SPECIAL["kimi"] = (
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
 )
+SPECIAL["deepseek-dsml"] = SPECIAL["deepseek-dsml-calls"] = ("｜DSML｜", "<｜assistant｜>")
 SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
 
 
