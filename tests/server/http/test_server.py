@@ -56,8 +56,19 @@ def test_answers_that_take_too_long_are_cancelled_at_the_end(
 
 
 def test_what_is_said_at_the_beginning(server: ServingProcess) -> None:
-    assert server.lines[-1] == f"serving tiny at {server.url}"
-    assert server.lines[-2] == "tiny has no chat template: chats are written as a plain dialogue"
+    said = [line for line in server.lines if " POST /" not in line and " GET /" not in line]
+    assert said[-1] == f"serving tiny at {server.url}"
+    assert said[-2] == "tiny has no chat template: chats are written as a plain dialogue"
+
+
+@pytest.mark.slow("starts two servers; test_access_log.py has the lines")
+def test_requests_are_logged_unless_it_is_quiet(serving_artifact: Path) -> None:
+    for options, count in (((), 1), (("--quiet",), 0)):
+        with serving(serving_artifact, *options) as server:
+            httpx.post(f"{server.url}/tokenize", json={"content": "a"}, timeout=60)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.ended() == 0
+            assert sum(" POST /tokenize 200 serving-artifact: " in line for line in server.lines) == count
 
 
 def test_a_broken_artifact_ends_the_server_with_its_exit_code(serving_artifact: Path, tmp_path: Path) -> None:
