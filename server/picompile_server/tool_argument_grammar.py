@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from picompile_runtime.errors import RequestError
+from picompile_server.json_disjoint import resolved
 from picompile_server.json_schema import json_rule
 from picompile_server.json_types import possible_types
-from picompile_server.tool_format import KeywordArguments, TaggedArguments
+from picompile_server.tool_format import Arguments, BracedArguments, KeywordArguments, TaggedArguments
 from picompile_server.tools import ToolFunction
 
 Schema = Mapping[str, Any]
@@ -42,7 +43,7 @@ class ArgumentRules:
 
 
 def argument_rules(
-    arguments: TaggedArguments | KeywordArguments | None,
+    arguments: Arguments | None,
     function: ToolFunction,
     name: str,
     text: TextRule,
@@ -63,7 +64,13 @@ def argument_rules(
             "strict ones are properties alone, with additionalProperties false"
         )
     shared = (schema, name, text, special_tokens, function)
-    made = _Tagged(arguments, *shared) if isinstance(arguments, TaggedArguments) else _Keyword(arguments, *shared)
+    made: _Tagged | _Keyword | _Braced
+    if isinstance(arguments, TaggedArguments):
+        made = _Tagged(arguments, *shared)
+    elif isinstance(arguments, KeywordArguments):
+        made = _Keyword(arguments, *shared)
+    else:
+        made, named = _Braced(arguments, *shared), dict(sorted(named.items()))
     required = schema["required"] if isinstance(schema.get("required"), list) else []
     parts = [(made.argument(key, part), key in required) for key, part in named.items()]
     others = None if _is_closed(schema) else made.other()
@@ -111,6 +118,30 @@ class _Rules:
         """Return the types that a part of the schema allows."""
         return possible_types(part, self._schema)
 
+    def text_up_to(self, tag: str) -> str:
+        """Return the expression of any text up to the tag that ends it."""
+        names = [name for name in self._special if name in tag]
+        if names:  # the token of the tag is in no text; what is before it in the tag is read as the end of the text
+            return f"{_TEXT} {self.text(tag[min(map(tag.index, names)) :])}"
+        return self.add(f"/(?s:.*)/ {json.dumps(tag)}", "[lazy]")
+
+    def listed(self, parts: Sequence[tuple[str, bool]], others: str | None, comma: str) -> str:
+        """Return the expression of arguments in their order with a `comma` between, required ones and others."""
+        named = [(self.add(part), required) for part, required in parts]
+        if others is not None:
+            other = self.add(others)
+            named.append((f"{other} ({comma} {other}){{0,{_MOST_OTHERS - 1}}}", False))
+        behind = [f"{comma} {part}" if required else f"({comma} {part})?" for part, required in named]
+        firsts = []
+        for place, (part, required) in enumerate(named):
+            firsts.append(" ".join((part, *behind[place + 1 :])))
+            if required:
+                break
+        if not firsts:
+            return ""
+        start = self.add(" | ".join(firsts))
+        return start if any(required for _, required in named) else f"({start})?"
+
     def choices(self, part: object) -> list[str] | None:
         """Return the texts that the schema of a text lists; None for any text.
 
@@ -150,18 +181,10 @@ class _Tagged(_Rules):
         choices = self.choices(part) if types == {"string"} else None
         if choices:
             return f"{before_text} {self.add(' | '.join(map(self.text, choices)))} {close}"
-        any_text = f"{before_text} {self._any_text()}"
+        any_text = f"{before_text} {self.text_up_to(tags.after_value)}"
         if tags.before_text is None or types == {"string"}:
             return any_text
         return self.add(f"{any_text} | {before} {self.json(part)} {close}")
-
-    def _any_text(self) -> str:
-        """Return the expression of any text up to the tag that ends it."""
-        tag = self._tags.after_value
-        names = [name for name in self._special if name in tag]
-        if names:  # the token of the tag is in no text; what is before it in the tag is read as the end of the text
-            return f"{_TEXT} {self.text(tag[min(map(tag.index, names)) :])}"
-        return self.add(f"/(?s:.*)/ {json.dumps(tag)}", "[lazy]")
 
     def other(self) -> str:
         """Return the expression of an argument of any name."""
@@ -201,22 +224,87 @@ class _Keyword(_Rules):
 
     def joined(self, parts: Sequence[tuple[str, bool]], others: str | None) -> str:
         """Return the expression of arguments in their order, those that are not required left out or not."""
-        named = [(self.add(part), required) for part, required in parts]
-        if others is not None:
-            other = self.add(others)
-            named.append((f'{other} (", " {other}){{0,{_MOST_OTHERS - 1}}}', False))
-        behind = [f'", " {part}' if required else f'(", " {part})?' for part, required in named]
-        firsts = []
-        for place, (part, required) in enumerate(named):
-            firsts.append(" ".join((part, *behind[place + 1 :])))
-            if required:
-                break
-        if not firsts:
-            return ""
-        start = self.add(" | ".join(firsts))
-        return start if any(required for _, required in named) else f"({start})?"
+        return self.listed(parts, others, '", "')
 
 
+class _Braced(_Rules):
+    """Arguments with colons, commas between and names in order, in which objects are written alike."""
+
+    def __init__(self, arguments: BracedArguments, *more: Any) -> None:
+        super().__init__(*more)
+        self._arguments, self._any = arguments, ""
+
+    def argument(self, key: str, part: object, depth: int = 0) -> str:
+        """Return the expression of the argument `key`."""
+        return f"{self.text(f'{key}:')} {self._value(part, depth)}"
+
+    def other(self) -> str:
+        """Return the expression of an argument of any name."""
+        return f'{_NAME} ":" {self._any_value()}'
+
+    def joined(self, parts: Sequence[tuple[str, bool]], others: str | None) -> str:
+        """Return the expression of arguments in their order, those that are not required left out or not."""
+        return self.listed(parts, others, '","')
+
+    def _value(self, part: object, depth: int) -> str:
+        """Return the expression of a value; any value where the schema is too deep, too large or says nothing."""
+        if isinstance(part, Mapping) and "$ref" in part:
+            part = resolved(part["$ref"], self._schema)
+        if not isinstance(part, Mapping) or not part or depth > _MOST_DEEP or len(self.rules) > _MOST_RULES:
+            return self._any_value()
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(values, list) and values:
+            return self.add(" | ".join(self.text(self._arguments.literal(value)) for value in values))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(part.get(key), list) and part[key]:
+                return self.add(" | ".join(self._value(each, depth + 1) for each in part[key]))
+        self._check_strict(part)
+        types = self.types(part)
+        ways = [f"{self.text(self._arguments.quote)} {self._any_text()}"] if "string" in types else []
+        if types & _SCALARS:
+            named = part["type"] if isinstance(part.get("type"), list) else [part.get("type")]
+            kept = [name for name in named if name == "integer" or name in types & _SCALARS] or sorted(types & _SCALARS)
+            ways.append(self.json({**{key: part[key] for key in _NUMBER_KEYS & part.keys()}, "type": kept}))
+        if "array" in types:
+            item = self.add(self._value(part.get("items"), depth + 1))
+            ways.append(f'"[" ({item} ("," {item})*)? "]"')
+        if "object" in types:
+            ways.append(f'"{{" {self._members(part, depth)} "}}"')
+        return self.add(" | ".join(ways)) if ways else self._any_value()
+
+    def _members(self, part: Schema, depth: int) -> str:
+        properties = part.get("properties")
+        named = properties if isinstance(properties, Mapping) else {}
+        required = part["required"] if isinstance(part.get("required"), list) else []
+        parts = [(self.argument(key, named[key], depth + 1), key in required) for key in sorted(named)]
+        return self.joined(parts, None if _is_closed(part) else self.other())
+
+    def _any_text(self) -> str:
+        return self.text_up_to(self._arguments.quote)
+
+    def _any_value(self) -> str:
+        """Return the name of the rule of any value, which has values in it."""
+        if not self._any:
+            self._any = name = f"{self._name}any"
+            text = f"{self.text(self._arguments.quote)} {self._any_text()}"
+            member = f'{_NAME} ":" {name}'
+            lists = f'"[" ({name} ("," {name})*)? "]" | "{{" ({member} ("," {member})*)? "}}"'
+            self.rules.append(f"{name}: {text} | {json_rule({'type': sorted(_SCALARS)})} | {lists}")
+        return self._any
+
+    def _check_strict(self, part: Schema) -> None:
+        """Raise RequestError if a part asks for more than its grammar holds and the function is strict."""
+        known = _OBJECT | _NUMBER_KEYS | {"items"}
+        if self._function.is_strict and (more := sorted(part.keys() - known)):
+            raise RequestError(
+                f"the parameters of {self._function.name}: {', '.join(more)} cannot be enforced in the format in which "
+                "this model writes calls"
+            )
+
+
+_SCALARS = frozenset(("number", "boolean", "null"))
+_NUMBER_KEYS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_MOST_DEEP, _MOST_RULES = 6, 1000
 _WORDS = (("True", "boolean"), ("False", "boolean"), ("None", "null"))
 _VALUES: Mapping[str, object] = {"True": True, "False": False, "None": None}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from picompile_server.json_types import possible_types, type_name
-from picompile_server.tool_format import TaggedArguments, ToolFormat
+from picompile_server.tool_format import BracedArguments, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
 
@@ -33,6 +33,8 @@ def argument_reader(style: ToolFormat, schema: Schema) -> ArgumentReader:
         return JsonReader()
     if isinstance(style.arguments, TaggedArguments):
         return TaggedReader(style.arguments, style.after_arguments, schema)
+    if isinstance(style.arguments, BracedArguments):
+        return BracedReader(style.arguments)
     return KeywordReader()
 
 
@@ -158,6 +160,68 @@ class KeywordReader:
                     place = spaces.end() if spaces is not None and text.startswith(")", spaces.end()) else place
                 break
         return place, "".join(parts)
+
+
+class BracedReader:
+    """Reads arguments with colons, up to the brace that closes them. A value is known at its end."""
+
+    def __init__(self, arguments: BracedArguments) -> None:
+        self._quote = arguments.quote
+        # A text in marks, a sign, or what is between them: a name, a number or a word.
+        quote = re.escape(self._quote)
+        self._pieces = re.compile(rf"{quote}(?s:.*?){quote}|[\[\]{{}},:]|(?:(?!{quote})[^\[\]{{}},:])+")
+        self._object = _JsonObject()
+        self.is_complete = False
+
+    def feed(self, text: str) -> tuple[int, str]:
+        """See ArgumentReader. What is neither an argument nor the beginning of one ends them."""
+        place, parts = 0, []
+        while not self.is_complete:
+            colon = _BRACED_KEY.match(text, place)
+            if colon is None:
+                if _MAYBE_BRACED_KEY.fullmatch(text, place) is None:
+                    self.is_complete = True
+                    parts.append(self._object.end())
+                break
+            end = self._end_of_value(text, colon.end())
+            if end is None:
+                break
+            parts.append(self._object.member(colon[1], self._json(text[colon.end() : end])))
+            place = end + (text[end] == ",")
+        return place, "".join(parts)
+
+    def _end_of_value(self, text: str, start: int) -> int | None:
+        """Return where a comma or brace behind the value at `start` stands; None if it is not there yet."""
+        depth, place = 0, start
+        while place < len(text):
+            if text.startswith(self._quote, place):
+                closing = text.find(self._quote, place + len(self._quote))
+                if closing < 0:
+                    return None
+                place = closing + len(self._quote)
+                continue
+            if self._quote.startswith(text[place:]):  # may yet be a mark
+                return None
+            if depth == 0 and text[place] in ",}]":
+                return place
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(text[place], 0)
+            place += 1
+        return None
+
+    def _json(self, value: str) -> str:
+        """Return the JSON of a value; a text if it is none."""
+        pieces = self._pieces.findall(value)
+        read = _read_json("".join(map(self._piece_json, pieces, [*pieces[1:], ""])))
+        return _json(value.strip()) if read is None else read
+
+    def _piece_json(self, piece: str, following: str) -> str:
+        if piece.startswith(self._quote):
+            return _json(piece[len(self._quote) : -len(self._quote)])
+        return _json(piece.strip()) if following == ":" and piece not in "[]{},:" else piece
+
+
+_BRACED_KEY = re.compile(r"\s*([^\s:{}\[\],][^:{}\[\],]*?)\s*:")
+_MAYBE_BRACED_KEY = re.compile(r"[^:{}\[\],]*")
 
 
 class _Literal:

@@ -48,8 +48,36 @@ class KeywordArguments:
         return repr(value)
 
 
+@dataclass(frozen=True)
+class BracedArguments:
+    """Arguments as names and values with colons, in order of their names, and so are objects in them.
+
+    Names have no quotation marks, and texts have the mark `quote` on both sides, which no text has in it.
+    """
+
+    quote: str
+
+    def write(self, arguments: str) -> str:
+        """Return the text of arguments, given as JSON."""
+        return self._members(json.loads(arguments))
+
+    def literal(self, value: object) -> str:
+        """Return the text of one value."""
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, dict):
+            return f"{{{self._members(value)}}}"
+        return f"[{','.join(map(self.literal, value))}]" if isinstance(value, list) else _json(value)
+
+    def _members(self, members: dict[str, object]) -> str:
+        return ",".join(f"{name}:{self.literal(members[name])}" for name in sorted(members))
+
+
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+Arguments = TaggedArguments | KeywordArguments | BracedArguments
 
 
 @dataclass(frozen=True)
@@ -81,7 +109,7 @@ class ToolFormat:
     begin: str = ""
     between: str = ""
     end: str = ""
-    arguments: TaggedArguments | KeywordArguments | None = None
+    arguments: Arguments | None = None
     is_whole: bool = False
     before: str = ""
     before_text: str = ""
@@ -107,5 +135,7 @@ class ToolFormat:
         tagged: tuple[str, ...] = ()
         if isinstance(tags, TaggedArguments):
             tagged = (tags.before_name, tags.before_value, tags.before_text or "", tags.after_value)
+        elif isinstance(tags, BracedArguments):
+            tagged = (tags.quote,)
         around = (self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end)
         return *around, *tagged, self.before_text

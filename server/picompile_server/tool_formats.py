@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from picompile_server.reasoning_formats import HARMONY
-from picompile_server.tool_format import KeywordArguments, TaggedArguments, ToolFormat
+from picompile_server.tool_format import BracedArguments, KeywordArguments, TaggedArguments, ToolFormat
 
 # Hermes 2 Pro, Qwen 2.5 and 3, SmolLM 3; and models that know no tools are told of this one.
 HERMES = ToolFormat(
@@ -210,6 +210,15 @@ TAGGED_LIST = ToolFormat(
     between=", ",
     end="]</tool_calls>",
 )
+# Gemma 4, whose template writes arguments in order of their names.
+GEMMA = ToolFormat(
+    name="gemma-4",
+    trigger="<|tool_call>",
+    before_name="<|tool_call>call:",
+    before_arguments="{",
+    after_arguments="}<tool_call|>",
+    arguments=BracedArguments('<|"|>'),
+)
 # Nemotron Nano 2.
 NEMOTRON = ToolFormat(
     name="nemotron",
@@ -246,11 +255,12 @@ KIMI = ToolFormat(
 FORMATS = (
     *(HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN),
     *(HERMES_DENSE, QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON, TAGGED_LIST),
-    *(GPT_OSS, KIMI, DEEPSEEK_DSML, DEEPSEEK_DSML_CALLS),
+    *(GPT_OSS, KIMI, DEEPSEEK_DSML, DEEPSEEK_DSML_CALLS, GEMMA),
 )
 
 # What a template has that writes calls so; the first that fits is the model's.
 _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
+    (lambda text: "<|tool_call>call:" in text and "<tool_call|>" in text, GEMMA),
     (lambda text: "｜DSML｜" in text and "function_calls" in text, DEEPSEEK_DSML),
     (lambda text: "｜DSML｜" in text, DEEPSEEK_DSML_CALLS),
     (lambda text: "<seed:tool_call>" in text and "<parameter=" in text, SEED),

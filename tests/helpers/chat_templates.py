@@ -345,6 +345,20 @@ DEEPSEEK_DSML = (
     "{% if add_generation_prompt %}<｜assistant｜></think>{% endif %}"
 )
 DEEPSEEK_DSML_CALLS = DEEPSEEK_DSML.replace("function_calls>", "tool_calls>")
+# Gemma 4.
+GEMMA_4 = (
+    "{% macro shown(v) %}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}{% elif v is boolean %}"
+    "{{ 'true' if v else 'false' }}{% elif v is mapping %}{{ '{' }}{% for k, each in v | dictsort %}"
+    "{{ k }}:{{ shown(each) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
+    "{% for each in v %}{{ shown(each) }}{{ ',' if not loop.last }}{% endfor %}]{% elif v is none %}null{% else %}"
+    "{{ v }}{% endif %}{% endmacro %}{{ bos_token }}{% if tools %}<|turn>system\n{% for tool in tools %}"
+    "<|tool>declaration:{{ tool.function.name }}{{ shown(tool.function) }}<tool|>{% endfor %}<turn|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|tool_response>response:{{ '{value:' + shown(m.content) + '}' }}"
+    "<tool_response|>{% else %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ '<|tool_call>call:' + call.function.name }}"
+    "{{ shown(call.function.arguments) }}<tool_call|>{% endfor %}<turn|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
 # A format that nobody knows.
 UNKNOWN = (
     "{% if tools %}<declare>{{ tools | tojson }}</declare>{% endif %}"
@@ -414,6 +428,7 @@ TEMPLATES = {
     "tagged-list": TAGGED_LIST,
     "gpt-oss": GPT_OSS,
     "kimi": KIMI,
+    "gemma-4": GEMMA_4,
     "deepseek-dsml": DEEPSEEK_DSML,
     "deepseek-dsml-calls": DEEPSEEK_DSML_CALLS,
     "agent": AGENT,

@@ -18,7 +18,7 @@ from picompile_server.grammar import GrammarCompiler
 from picompile_server.json_types import ALL_TYPES, possible_types
 from picompile_server.tool_arguments import python_json, tagged_json
 from picompile_server.tool_format import KeywordArguments, ToolFormat
-from picompile_server.tool_formats import DEEPSEEK_DSML, FORMATS, GLM_DENSE, LFM, OLMO, QWEN_XML
+from picompile_server.tool_formats import DEEPSEEK_DSML, FORMATS, GEMMA, GLM_DENSE, LFM, OLMO, QWEN_XML
 from picompile_server.tool_grammar import tool_grammar
 from picompile_server.tool_parser import ToolCallParser
 from picompile_server.tool_use import ToolUse
@@ -213,6 +213,72 @@ def test_a_value_is_what_the_tag_before_it_says() -> None:
     assert read(DEEPSEEK_DSML, [text.replace(">3<", ">three<")], {})["days"] == "three"
     maker = tool_grammar(compiler(), DEEPSEEK_DSML, offer_of(SCHEMA), {})
     assert not takes(maker, byte_level(), text.replace('"days" string="false"', '"days" string="true"'), EOS)
+
+
+def braced(arguments: str) -> str:
+    return f"<|tool_call>call:get{{{arguments}}}<tool_call|>".replace("'", '<|"|>')
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        ("a:'x, {y}: [z] \"q\"',b:1", {"a": 'x, {y}: [z] "q"', "b": 1}),
+        (
+            "a:{b-c:'x',d:[1,'2',null,{e:true}]},f:-1.5",
+            {"a": {"b-c": "x", "d": [1, "2", None, {"e": True}]}, "f": -1.5},
+        ),
+        ("a: Paris, b: [x]", {"a": "Paris", "b": "[x]"}),
+        ("'a b':1", None),
+    ],
+)
+def test_arguments_in_braces_are_json(text: str, expected: Any) -> None:
+    for parts in ([braced(text)], list(braced(text))):
+        parser = ToolCallParser(GEMMA, {})
+        deltas = [*(parser.feed(part) for part in parts), parser.finish()]
+        arguments = "".join(call.arguments for delta in deltas for call in delta.calls)
+        assert expected is None or json.loads(arguments) == expected
+    written = '{"b": [1, {"d": null, "c": "x"}], "a": true}'
+    assert GEMMA.write([("get", written)]) == braced("a:true,b:[1,{c:'x',d:null}]")
+
+
+def test_values_in_braces_are_held_to_their_schemas() -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 3}}, "required": ["x"]}
+    loop = {"type": "object", "properties": {"next": {"$ref": "#/$defs/loop"}}, "additionalProperties": False}
+    properties = {
+        "in": {**inner, "additionalProperties": False},
+        "kind": {"enum": ["a", 5, None]},
+        "list": {"type": "array", "items": {"type": ["string", "null"]}},
+        "loop": {"$ref": "#/$defs/loop"},
+        "open": {"type": "object"},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"loop": loop}}
+    maker = tool_grammar(compiler(), GEMMA, offer_of(schema), {})
+    right = (
+        "in:{x:3}",
+        "kind:'a'",
+        "kind:5,list:[]",
+        "list:['a',null]",
+        "loop:{next:{next:{}}}",
+        "open:{a:[{b:'c'}],d:1}",
+    )
+    for text in right:
+        assert takes(maker, byte_level(), braced(text), EOS), text
+    for text in (
+        "in:{}",
+        "in:{x:2}",
+        "in:{x:3,y:1}",
+        "kind:'b'",
+        "list:[1]",
+        "list:'a'",
+        "loop:{other:1}",
+        "open:1",
+        "x:1",
+    ):
+        assert not takes(maker, byte_level(), braced(text), EOS), text
+    strict = {"type": "object", "properties": {"a": {"type": "array", "minItems": 2}}, "additionalProperties": False}
+    with pytest.raises(RequestError, match="minItems cannot be enforced"):
+        tool_grammar(compiler(), GEMMA, offer_of(strict, strict=True), {})
 
 
 def test_what_is_no_argument_ends_the_call() -> None:

@@ -29,6 +29,7 @@ SPECIAL["kimi"] = (
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
 )
 SPECIAL["deepseek-dsml"] = SPECIAL["deepseek-dsml-calls"] = ("｜DSML｜", "<｜assistant｜>")
+SPECIAL["gemma-4"] = ("<|tool_call>", "<tool_call|>", '<|"|>')
 SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
 
 
