@@ -3,8 +3,8 @@
 Templates of models that read images, as SmolVLM's, LLaVA's and Idefics', loop over the parts of a content and write
 nothing of a text. vLLM finds the form by the template's syntax (`chat_template_content_format`); here it is tried.
 
-Agents write chats that some templates reject: Claude Code sends a system message behind the user's, Codex two messages
-of the user in a row.
+Agents write chats that some templates reject: all of them begin with a system message, which Gemma 2 does not know,
+Claude Code sends one behind the user's as well, and Codex two messages of the user in a row.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class MessageForm:
 
         - Content that is a text becomes a list of one part where the template reads parts alone.
         - The role `developer` becomes `system`, as OpenAI treats them alike, unless the template knows it.
+        - Where the template rejects any system message, it becomes the user's.
         - Where the template rejects or leaves out a system message behind another message, one at the beginning is
           joined to that before it, and a later one becomes the user's.
         - Where the template rejects two messages of the user in a row, they are joined.
@@ -56,8 +57,10 @@ class MessageForm:
         """Give a message the role that the template reads behind the messages `before`."""
         if message.get("role") == "developer" and not self._has_developer:
             message["role"] = "system"
+        if message.get("role") not in _INSTRUCTING:
+            return
         is_later = any(each.get("role") not in _INSTRUCTING for each in before)
-        if is_later and message.get("role") in _INSTRUCTING and not self._reads_later_system:
+        if self._rejects_system or (is_later and not self._reads_later_system):
             message["role"] = "user"
 
     def _is_joined(self, message: Message, before: Sequence[Message]) -> bool:
@@ -106,18 +109,25 @@ class MessageForm:
         return _NEEDLE in written and written != unknown.replace(_UNKNOWN, "developer")
 
     @cached_property
+    def _rejects_system(self) -> bool:
+        """Whether the template takes no system message, but takes the user's."""
+        return not self._render([self._system, self._question]) and bool(self._render([self._question]))
+
+    @cached_property
     def _reads_later_system(self) -> bool:
         """Whether the template writes a system message that comes behind the user's."""
-        first, later = (
-            {"role": "system", "content": _parts(text) if self._system_in_parts else text} for text in ("s", _NEEDLE)
-        )
-        return _NEEDLE in self._render([first, self._question, later])
+        later = {"role": "system", "content": _parts(_NEEDLE) if self._system_in_parts else _NEEDLE}
+        return _NEEDLE in self._render([self._system, self._question, later])
 
     @cached_property
     def _reads_user_twice(self) -> bool:
         """Whether the template writes a message of the user that comes behind another one of the user."""
         later = {"role": "user", "content": _parts(_NEEDLE) if self._questions_in_parts else _NEEDLE}
         return _NEEDLE in self._render([self._question, later])
+
+    @property
+    def _system(self) -> Message:
+        return {"role": "system", "content": _parts("s") if self._system_in_parts else "s"}
 
     @property
     def _question(self) -> Message:

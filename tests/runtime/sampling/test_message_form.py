@@ -127,6 +127,14 @@ def test_a_later_system_message_is_the_users_where_a_template_has_none(
     assert all(message["content"] in tokenizer.render_chat(LATER) for message in LATER)
 
 
+def test_a_system_message_is_the_users_where_a_template_rejects_it() -> None:
+    chat = [*LATER[:3], {"role": "assistant", "content": "Yes?"}, *user("Bye")]
+    fitted = Tokenizer(TEXT, {}, GEMMA).fit_messages(chat)
+    assert fitted == [*user("Be kind.\n\nBe brief.\n\nHi"), *chat[3:]]
+    # What rejects everything is not adapted, and says why.
+    assert Tokenizer(TEXT, {}, "{{ raise_exception('no') }}").fit_messages(chat[1:]) == chat[1:]
+
+
 def test_messages_of_the_user_are_joined_where_roles_must_alternate() -> None:
     asked = [*user("Here.", "Hi"), {"role": "assistant", "content": "Yes?"}, *user("Bye")]
     joined = [*user("Here.\n\nHi"), *asked[2:]]

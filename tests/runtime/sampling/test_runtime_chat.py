@@ -215,8 +215,13 @@ def test_whether_a_template_uses_a_system_prompt(engine: Engine) -> None:
         "{% if messages[0].role != 'system' %}be nice{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     assert Conversation(engine, tokenizer_with(default), GREEDY).set_system("be nice") is True
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
-    conversation = Conversation(engine, tokenizer_with(template), GREEDY)
+    without = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    # It becomes a part of the question.
+    assert Conversation(engine, tokenizer_with(without), GREEDY).set_system("be nice") is True
+    conversation = Conversation(engine, tokenizer_with("{{ raise_exception('no system') }}"), GREEDY)
     for rejected in (
         lambda: conversation.set_system("be nice"),
         lambda: conversation.set_messages([ChatMessage("system", "be nice")]),
