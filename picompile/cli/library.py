@@ -52,13 +52,17 @@ def list_command(json_output: JsonOption = False, debug: DebugOption = False) ->
     print(f"{format_bytes(total)} of {format_bytes(library.budget_bytes())} in {library.folder}")
     downloads = {Path(path) for each in entries for path in each.downloads}
     if downloaded := sum(path.stat().st_size for path in downloads if path.exists()):
-        print(f"{format_bytes(downloaded)} of downloads for them lie in the hub's cache; rm --downloads removes both")
+        print(f"{format_bytes(downloaded)} of downloads for them lie in the hub's cache: rm --only-downloads removes them")
 
 
 def rm_command(
     names: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models as picompile list names them.")],
     downloads: Annotated[
         bool, typer.Option("--downloads", help="Also remove the files that were downloaded for them.")
+    ] = False,
+    only_downloads: Annotated[
+        bool,
+        typer.Option("--only-downloads", help="Remove these files alone; the compiled models stay and need none."),
     ] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -71,6 +75,7 @@ def rm_command(
     Examples:
       picompile rm Qwen/Qwen3-0.6B
       picompile rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M --downloads
+      picompile rm Qwen/Qwen3-0.6B --only-downloads
     """
     from picompile.hub import remove_downloads
     from picompile.library import Library
@@ -82,13 +87,16 @@ def rm_command(
             known = ", ".join(dict.fromkeys(name for entry in library.entries() for name in entry.names)) or "none"
             raise UsageError(f"{name}: no compiled model has this name; there is {known}")
     for name, entries in found.items():
-        for entry in entries:
-            library.remove(entry)
-        freed = sum(entry.size_bytes for entry in entries)
-        if downloads:
-            needed = {path for entry in library.entries() for path in entry.downloads}
-            freed += remove_downloads(Path(path) for entry in entries for path in {*entry.downloads} - needed)
-        print(f"removed {name}: {format_bytes(freed)}")
+        own, freed = {path for entry in entries for path in entry.downloads}, 0
+        if not only_downloads:
+            for entry in entries:
+                library.remove(entry)
+            freed = sum(entry.size_bytes for entry in entries)
+            own -= {path for entry in library.entries() for path in entry.downloads}
+        if downloads or only_downloads:
+            freed += remove_downloads(map(Path, own))
+        what = f"the downloads of {name}" if only_downloads else name
+        print(f"removed {what}: {format_bytes(freed)}")
 
 
 def pull_command(

@@ -37,13 +37,18 @@ def test_list_and_rm(cli: Cli, library: Path, tiny_artifact: Path) -> None:
     library.mkdir()
     folder = library / "k"
     folder.symlink_to(tiny_artifact)
-    write_record(folder, BUNDLED_MODEL, Source("a/b:Q4_K_M", False), CompileOptions(), "1" * 40, ())
+    downloaded = library / "model.gguf"
+    downloaded.write_bytes(b"x" * 1000)
+    write_record(folder, BUNDLED_MODEL, Source("a/b:Q4_K_M", False), CompileOptions(), "1" * 40, (downloaded,))
     ended = cli("list")
     assert ended.out.splitlines()[0].split() == ["NAME", "FORMAT", "CONTEXT", "SIZE", "LAST", "USED"]
     assert ended.out.splitlines()[1].split()[:3] == ["a/b:Q4_K_M", "f16", "64"] and "just now" in ended.out
     assert str(library) in ended.out.splitlines()[2]
     assert_refused(cli("rm", "a/b:Q4_K_M", "a/c"), 2, "a/c: no compiled model has this name; there is a/b:Q4_K_M")
     assert cli("verify", "a/b:Q4_K_M").code == 0 and cli("inspect", "a/b:Q4_K_M").code == 0
+    assert "1 kB of downloads for them lie in the hub's cache: rm --only-downloads removes them" in ended.out
+    assert cli("rm", "a/b:Q4_K_M", "--only-downloads").out == "removed the downloads of a/b:Q4_K_M: 1 kB\n"
+    assert not downloaded.exists() and folder.exists() and "downloads" not in cli("list").out
     ended = cli("rm", "a/b:Q4_K_M")
     assert (ended.code, ended.err) == (0, "") and ended.out.startswith("removed a/b:Q4_K_M: ")
     assert (tiny_artifact / "manifest.json").exists() and json.loads(cli("list", "--json").out) == []
