@@ -68,7 +68,7 @@ class ChatSession:
             say(f"[the context of {context} tokens is full; /undo takes the answer back, /reset starts anew]")
             return
         if stats.stop_reason == "max_tokens":
-            say(f"[cut at {stats.generated_tokens} tokens; /set max-tokens N allows more]")
+            say(f"[cut at {stats.generated_tokens} tokens; -n N, or /set max-tokens N, allows more]")
         elif not text.strip():
             say("[the model had nothing to say; /regen tries again]")
         left = context - stats.prompt_tokens - stats.generated_tokens

@@ -2,8 +2,9 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.library.options import LibraryOptions
 from picompile.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from picompile.library.entry import Entry
 
 _HEADINGS = ("NAME", "FORMAT", "CONTEXT", "SIZE", "LAST USED")
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
@@ -41,10 +45,12 @@ def list_command(json_output: JsonOption = False, debug: DebugOption = False) ->
         print("no models yet; picompile chat ORG/REPO downloads and compiles one")
         return
     now = time.time()
-    rows = [
-        (", ".join(each.names), each.quant, str(each.context), format_bytes(each.size_bytes), _ago(now - each.used_s))
-        for each in entries
-    ]
+    rows = []
+    for each in entries:
+        size, used = format_bytes(each.size_bytes), _ago(now - each.used_s)
+        rows.append((each.name, each.quant, str(each.context), size, used))
+        # The same files by another name.
+        rows += [(other, "", "", "", "") for other in each.also]
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
     for row in (_HEADINGS, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -52,7 +58,9 @@ def list_command(json_output: JsonOption = False, debug: DebugOption = False) ->
     print(f"{format_bytes(total)} of {format_bytes(library.budget_bytes())} in {library.folder}")
     downloads = {Path(path) for each in entries for path in each.downloads}
     if downloaded := sum(path.stat().st_size for path in downloads if path.exists()):
-        print(f"{format_bytes(downloaded)} of downloads for them lie in the hub's cache: rm --only-downloads removes them")
+        print(
+            f"{format_bytes(downloaded)} of downloads for them lie in the hub's cache: rm --only-downloads removes them"
+        )
 
 
 def rm_command(
@@ -95,8 +103,7 @@ def rm_command(
             own -= {path for entry in library.entries() for path in entry.downloads}
         if downloads or only_downloads:
             freed += remove_downloads(map(Path, own))
-        what = f"the downloads of {name}" if only_downloads else name
-        print(f"removed {what}: {format_bytes(freed)}")
+        print(f"removed {_removed(name, entries, only_downloads)}: {format_bytes(freed)}")
 
 
 def pull_command(
@@ -123,6 +130,16 @@ def pull_command(
     with progress() as shown:
         entry = Library().obtain(model, library, shown, refresh=True)
     print(f"{entry.name}: {entry.quant}, context {entry.context}, {format_bytes(entry.size_bytes)}")
+
+
+def _removed(name: str, entries: "Sequence[Entry]", only_downloads: bool) -> str:
+    """Return what `rm` has removed, with the other names that it had and the options of several artifacts."""
+    if only_downloads:
+        return f"the downloads of {name}"
+    others = dict.fromkeys(each for entry in entries if not entry.is_path for each in entry.names if each != name)
+    also = f", which is also {', '.join(others)}" if others else ""
+    several = ", ".join(f"{each.quant} with context {each.context}" for each in entries) if len(entries) > 1 else ""
+    return f"{name}{also}{several and f' ({several})'}"
 
 
 def _ago(seconds: float) -> str:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +12,9 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.library.options import LibraryOptions
 from picompile_server.declared import SERVE_OPTIONS
+
+if TYPE_CHECKING:
+    from picompile.library import OpenModel
 
 
 def serve_command(
@@ -45,28 +47,32 @@ def serve_command(
     options = serve_options("library" if is_library else source, values)
     with ExitStack() as stack:
         if is_library:
-            options = replace(options, models=_kept(stack), load="start" if options.load == "start" else "demand")
+            options = replace(options, load="start" if options.load == "start" else "demand")
+            opened = _kept(stack)
         else:
-            options = replace(options, models=_compiled(source, values["model"], library, stack))
-        serve(options)
+            opened = _compiled(source, values["model"], library, stack)
+        others = ((other, name) for name, each in opened.items() for other in each.also if other not in opened)
+        serve(replace(options, models={name: each.artifact for name, each in opened.items()}, aliases=dict(others)))
 
 
-def _kept(stack: ExitStack) -> dict[str, Path]:
+def _kept(stack: ExitStack) -> "dict[str, OpenModel]":
     """Return the models that are compiled already. Raise `UsageError` if there is none."""
     from picompile.library import Library, open_entry
 
-    models: dict[str, Path] = {}
+    models: dict[str, OpenModel] = {}
     for entry in Library().entries():
         opened = open_entry(entry)
         # A model that was compiled with several options is served as it was used last.
-        if names := [name for name in (opened.name, *entry.also) if name not in models]:
-            models |= dict.fromkeys(names, stack.enter_context(opened).artifact)
+        if opened.name not in models:
+            models[opened.name] = stack.enter_context(opened)
     if not models:
         raise UsageError("give a model to serve, as in picompile serve ORG/REPO; none is compiled yet")
     return models
 
 
-def _compiled(model: str | None, named: Sequence[str], library: LibraryOptions, stack: ExitStack) -> dict[str, Path]:
+def _compiled(
+    model: str | None, named: Sequence[str], library: LibraryOptions, stack: ExitStack
+) -> "dict[str, OpenModel]":
     """Return the models by their names, after compiling those that need it; `stack` keeps them from being removed."""
     from picompile.library import open_model
 
@@ -74,8 +80,8 @@ def _compiled(model: str | None, named: Sequence[str], library: LibraryOptions, 
     with progress() as shown:
         if model is not None:
             opened = stack.enter_context(open_model(model, library, shown))
-            models[opened.name] = opened.artifact
+            models[opened.name] = opened
         for text in named:
             name, _, each = text.partition("=")
-            models[name] = stack.enter_context(open_model(each, library, shown)).artifact
+            models[name] = stack.enter_context(open_model(each, library, shown))
     return models

@@ -84,4 +84,8 @@ def hidden_name(text: str) -> str:
 
 
 def _named(match: re.Match[str]) -> ModelName:
-    return ModelName(match["repo"], match["revision"] or MAIN, match["choice"])
+    choice = match["choice"]
+    # Formats are written in capitals or not; with one spelling, a model has one name.
+    if choice is not None and not choice.lower().endswith(".gguf"):
+        choice = choice.upper()
+    return ModelName(match["repo"], match["revision"] or MAIN, choice)

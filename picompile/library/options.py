@@ -34,8 +34,9 @@ class LibraryOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options that the user gave, as the command line spells them."""
-        return [f"--{each.name}" for each in fields(self) if getattr(self, each.name) is not None]
+        """The options that the user gave, with their values, as the command line spells them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return [f"--{name} {value}" for name, value in values.items() if value is not None]
 
     def compile_options(self) -> CompileOptions:
         """Return the options to compile with: for this machine's processor, unless PICOMPILE_TARGET names another.

@@ -109,7 +109,8 @@ class Library:
                 add_name(other, source.name)
                 progress.say(f"{source.name} is {other.name}, which is compiled already")
                 return replace(other, also=(*other.also, source.name))
-        progress.say(f"compiling {source.name} for this machine; it is kept, so that this is done once")
+        given = f" with {' '.join(options.given)}" if options.given else ""
+        progress.say(f"compiling {source.name}{given} for this machine; it is kept, so that this is done once")
         from picompile.compile import compile_model
 
         compile_model(path, folder, compile_options, progress)

@@ -1,5 +1,6 @@
 """From the text that a user gives for MODEL to an artifact."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,10 +22,11 @@ class OpenModel:
     Attributes:
         artifact: its folder.
         name: what the user calls it: the name on the hub, or the name of a folder or file.
+        also: other names on the hub that stand for it.
     """
 
-    def __init__(self, artifact: Path, name: str, lock: InUse | None = None) -> None:
-        self.artifact, self.name, self._lock = artifact, name, lock
+    def __init__(self, artifact: Path, name: str, lock: InUse | None = None, also: Sequence[str] = ()) -> None:
+        self.artifact, self.name, self._lock, self.also = artifact, name, lock, tuple(also)
 
     def __enter__(self) -> "OpenModel":
         return self
@@ -52,13 +54,15 @@ def open_model(text: str, options: LibraryOptions, progress: Progress) -> OpenMo
             )
         return OpenModel(model, model.resolve().name or "model")
     _require_any(text, model)
-    entry = Library().obtain(model, options, progress)
-    return OpenModel(entry.folder, _short(model), InUse(entry.folder))
+    entry, name = Library().obtain(model, options, progress), _short(model)
+    others = () if entry.is_path else [each for each in entry.names if each != name]
+    return OpenModel(entry.folder, name, InUse(entry.folder), others)
 
 
 def open_entry(entry: Entry) -> OpenModel:
     """Return the artifact of an entry of the library."""
-    return OpenModel(entry.folder, _short(Path(entry.name)) if entry.is_path else entry.name, InUse(entry.folder))
+    name = _short(Path(entry.name)) if entry.is_path else entry.name
+    return OpenModel(entry.folder, name, InUse(entry.folder), entry.also)
 
 
 def open_compiled(text: str) -> Path:

@@ -70,10 +70,11 @@ SERVE_OPTIONS = {
         RunOption(
             ("--keep-alive",),
             kind=str,
-            help="Unload a model that no request has used for so long, as in 5m; the next request loads it again. "
-            "Default: models stay loaded.",
+            help="Unload a model that no request has used for so long, as in 90s, 5m or 1h; the next request loads it "
+            "again. Default: models stay loaded.",
             default=None,
             metavar="TIME",
+            common=True,
         ),
         RUN_OPTIONS["threads"],
         RUN_OPTIONS["replan"],

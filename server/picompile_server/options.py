@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -36,6 +36,7 @@ class ServeOptions:
         drain_s: seconds that running answers have when the server is to end.
         keep_s: seconds without requests after which a model is unloaded; None keeps it.
         is_quiet: whether to write no line for each request.
+        aliases: other names that requests may call models by, and the names in `models`.
     """
 
     models: Mapping[str, Path]
@@ -57,6 +58,7 @@ class ServeOptions:
     drain_s: float = 30.0
     keep_s: float | None = None
     is_quiet: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> ServeOptions:
@@ -161,4 +163,4 @@ def parse_duration(text: str, option: str) -> float:
         duration = float(number) * {"": 1, "s": 1, "m": 60, "h": 3600}[unit.lower()]
         if duration > 0:
             return duration
-    raise RequestError(f"{option} takes a time such as 5m, not {shown(text)}")
+    raise RequestError(f"{option} takes a time such as 90s, 5m or 1h, not {shown(text)}")

@@ -14,8 +14,8 @@ from helpers.fake_hub import FakeHub
 from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, ROOT, Cli, compile_for_test
 from picompile.config import CompileOptions
-from picompile.library import store
-from picompile.library.entry import Source, write_record
+from picompile.library import Library, store
+from picompile.library.entry import Source, add_name, write_record
 
 PROMPT = ["-p", "class Reader:", "-n", "8", "--json"]
 
@@ -44,13 +44,16 @@ def test_list_and_rm(cli: Cli, library: Path, tiny_artifact: Path) -> None:
     assert ended.out.splitlines()[0].split() == ["NAME", "FORMAT", "CONTEXT", "SIZE", "LAST", "USED"]
     assert ended.out.splitlines()[1].split()[:3] == ["a/b:Q4_K_M", "f16", "64"] and "just now" in ended.out
     assert str(library) in ended.out.splitlines()[2]
-    assert_refused(cli("rm", "a/b:Q4_K_M", "a/c"), 2, "a/c: no compiled model has this name; there is a/b:Q4_K_M")
+    (entry,) = Library().entries()
+    add_name(entry, "a/b")
+    assert cli("list").out.splitlines()[2].split() == ["a/b"]
+    assert_refused(cli("rm", "a/b:Q4_K_M", "a/c"), 2, "a/c: no compiled model has this name; there is a/b:Q4_K_M, a/b")
     assert cli("verify", "a/b:Q4_K_M").code == 0 and cli("inspect", "a/b:Q4_K_M").code == 0
     assert "1 kB of downloads for them lie in the hub's cache: rm --only-downloads removes them" in ended.out
     assert cli("rm", "a/b:Q4_K_M", "--only-downloads").out == "removed the downloads of a/b:Q4_K_M: 1 kB\n"
     assert not downloaded.exists() and folder.exists() and "downloads" not in cli("list").out
     ended = cli("rm", "a/b:Q4_K_M")
-    assert (ended.code, ended.err) == (0, "") and ended.out.startswith("removed a/b:Q4_K_M: ")
+    assert (ended.code, ended.err) == (0, "") and ended.out.startswith("removed a/b:Q4_K_M, which is also a/b: ")
     assert (tiny_artifact / "manifest.json").exists() and json.loads(cli("list", "--json").out) == []
 
 

@@ -79,7 +79,7 @@ def test_durations() -> None:
     for text, duration_s in (("90", 90), ("30s", 30), ("0.5 m", 30), ("2H", 7200)):
         assert parse_duration(text, "--keep-alive") == duration_s
     for text in ("", "0", "-1", "5 min", "1e9", "m", "nan", "²s"):
-        with pytest.raises(RequestError, match="--keep-alive takes a time such as 5m"):
+        with pytest.raises(RequestError, match="--keep-alive takes a time such as 90s, 5m or 1h"):
             parse_duration(text, "--keep-alive")
 
 

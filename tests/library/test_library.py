@@ -192,7 +192,7 @@ def test_what_a_text_opens(compiler: Compiler, tiny_artifact: Path, tmp_path: Pa
         return open_model(str(text), LibraryOptions(**options), NoProgress())
 
     assert opened(tiny_artifact).artifact == tiny_artifact and compiler.calls == []
-    with pytest.raises(UsageError, match="--context applies to a model that is compiled for this"):
+    with pytest.raises(UsageError, match="--context 32 applies to a model that is compiled for this"):
         opened(tiny_artifact, context=32)
     with opened(BUNDLED_MODEL) as found:
         assert found.name == "tiny-reglu" and found.artifact.parent == Library().folder

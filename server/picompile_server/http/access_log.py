@@ -1,9 +1,11 @@
-"""A line for each request, when it is answered: its path, its status, the model, tokens and seconds."""
+"""A line for each request when it is answered: path, status, model, tokens, seconds, and what was wrong."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +16,7 @@ from picompile_server.http.models import used_models
 # What watches over the server asks every few seconds.
 _UNLOGGED = frozenset(("/health", "/metrics"))
 _MOST_LETTERS = 200
+_MOST_BODY_BYTES = 1 << 14
 _USAGE = "picompile.usage"  # the key of a function that returns the tokens of a request's answers
 
 
@@ -34,18 +37,20 @@ class AccessLog:
         if scope["type"] != "http" or scope["path"] in _UNLOGGED:
             await self._app(scope, receive, send)
             return
-        begun_s, status = time.monotonic(), 500
+        begun_s, status, body = time.monotonic(), 500, b""
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, body
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif status >= 400 and len(body) < _MOST_BODY_BYTES:
+                body += message.get("body", b"")
             await send(message)
 
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._write(_line(scope, status, time.monotonic() - begun_s))
+            self._write(_line(scope, status, time.monotonic() - begun_s) + _reason(body))
 
 
 def _line(scope: Scope, status: int, took_s: float) -> str:
@@ -55,6 +60,14 @@ def _line(scope: Scope, status: int, took_s: float) -> str:
     named = f" {', '.join(models)}:" if models else ""
     tokens = f" {_tokens(scope[_USAGE]())}," if _USAGE in scope else ""
     return f"{time.strftime('%H:%M:%S')} {method} {path} {status}{named}{tokens} {took_s:.2f} s"
+
+
+def _reason(body: bytes) -> str:
+    """Return what an answer with an error says, behind a colon; nothing for other contents."""
+    with suppress(ValueError, KeyError, TypeError):
+        text = " ".join(str(json.loads(body)["error"]["message"]).split())[:_MOST_LETTERS]
+        return ": " + "".join(letter if letter.isprintable() else "?" for letter in text)
+    return ""
 
 
 def _tokens(usage: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 PATIENCE_S = 60.0  # for a model to become idle
 
 _LEAST_SLEEP_S = 0.01
+_FOR_ROOM = "to make room"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class OnDemand:
             await asyncio.sleep(max(after_s - self._models.longest_idle_s(), _LEAST_SLEEP_S))
             async with self._turn:
                 if self._models.longest_idle_s() >= after_s:
-                    await self._unload_one()
+                    await self._unload_one("not used")
 
     async def _loaded(self, name: str) -> ServedModel:
         """Return a model that is loaded now; unload idle ones as long as it does not fit beside them."""
@@ -109,7 +110,7 @@ class OnDemand:
             try:
                 return await on_thread(lambda: self._load_model(name))
             except DoesNotFitError:
-                if not await self._unload_one():
+                if not await self._unload_one(_FOR_ROOM):
                     raise
 
     async def _make_room(self, name: str, size: int) -> None:
@@ -118,7 +119,7 @@ class OnDemand:
             self._sizes[each] = await on_thread(partial(self._size_bytes, each))
         while self._models.loaded and not self._fits(size):
             self._is_idle.clear()
-            if await self._unload_one():
+            if await self._unload_one(_FOR_ROOM):
                 continue
             try:
                 await asyncio.wait_for(self._is_idle.wait(), end_s - asyncio.get_running_loop().time())
@@ -132,14 +133,14 @@ class OnDemand:
             return False
         return size + sum(self._sizes[name] for name in loaded) <= self._room.size_bytes
 
-    async def _unload_one(self) -> bool:
-        """Unload the model that was idle for longest, and return whether there was one."""
+    async def _unload_one(self, why: str) -> bool:
+        """Unload the model that was idle for longest, and return whether there was one. The log has `why`."""
         model = self._models.longest_idle()
         if model is None:
             return False
         del self._models.loaded[model.name]
         await on_thread(lambda: model.close(drain=True))
-        self._say(f"unloaded {model.name}")
+        self._say(f"unloaded {model.name} ({why})")
         return True
 
 

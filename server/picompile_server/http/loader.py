@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from picompile_runtime.artifact.size import loaded_bytes
@@ -79,7 +80,10 @@ class Loader:
             _say_notes(model)
             return model
 
-        demand = OnDemand(self._models, load, self._size_bytes, self._room, say)
+        def log(line: str) -> None:
+            say(f"{time.strftime('%H:%M:%S')} {line}")
+
+        demand = OnDemand(self._models, load, self._size_bytes, self._room, log)
         self._models.demand = demand
         if self._options.keep_s is not None:
             self._unloading = asyncio.ensure_future(demand.unload_idle(self._options.keep_s))

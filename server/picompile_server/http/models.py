@@ -32,6 +32,7 @@ class ModelSet:
     """The models that a server has or will have, by name. Requests without a name get the first.
 
     Attributes:
+        aliases: other names of models, which are not listed, and the listed names.
         loaded: those that answer requests.
         demand: what loads a model that is asked for; None where all are loaded at the start.
         is_draining: whether the server ends when the running answers are complete.
@@ -39,8 +40,8 @@ class ModelSet:
         when_idle: called when a model that requests have used is idle.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], aliases: Mapping[str, str] | None = None) -> None:
+        self.names, self.aliases = tuple(names), dict(aliases or {})
         self.loaded: dict[str, ServedModel] = {}
         self.demand: Demand | None = None
         self.is_draining = False
@@ -68,12 +69,12 @@ class ModelSet:
         self._used_s[model.name] = time.monotonic()
 
     def known(self, name: str | None) -> str:
-        """Return the name of a model, by default of the first.
+        """Return the listed name of a model, by default of the first.
 
         Raises:
             ApiError: there is none of that name (404), or it answers no requests any more (503).
         """
-        wanted = self.names[0] if name is None else name
+        wanted = self.names[0] if name is None else self.aliases.get(name, name)
         if wanted not in self.names:
             known = ", ".join(repr(each) for each in self.names)
             raise ApiError(

@@ -33,7 +33,7 @@ def serve(options: ServeOptions) -> None:
         PicompileRuntimeError: a model cannot be loaded, or the address cannot be listened at.
     """
     listener = bind(options.host, options.port)
-    models = ModelSet(tuple(options.models))
+    models = ModelSet(tuple(options.models), options.aliases)
     app = make_app(
         models,
         AppSettings(

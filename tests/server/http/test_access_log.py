@@ -61,9 +61,14 @@ def test_other_requests_have_a_line_and_probes_have_none(client: TestClient, lin
     client.post("/v1/completions", json={"model": "other", "prompt": "x"}, headers=headers)
     client.post("/tokenize", json={"content": "x"}, headers=headers)
     client.get("/a%0Ab%1B", headers=headers)
-    said = [re.sub(r"^\d\d:\d\d:\d\d (.*) \d\.\d\d s$", r"\1", line) for line in lines]
-    expected = ["GET /v1/models 200", "GET /v1/models 401", "POST /v1/completions 404", "POST /tokenize 200 fake:"]
-    assert said == [*expected, "GET /a\\nb\\x1b 404"]
+    said = [re.sub(r"^\d\d:\d\d:\d\d (.*) \d\.\d\d s(.{,28}).*$", r"\1\2", line) for line in lines]
+    assert said == [
+        "GET /v1/models 200",
+        "GET /v1/models 401: give an API key, in the he",
+        "POST /v1/completions 404: The model 'other' does not",
+        "POST /tokenize 200 fake:",
+        r"GET /a\nb\x1b 404: GET /ab?: Not Found",
+    ]
 
 
 def test_an_error_has_a_line(lines: list[str]) -> None:
@@ -71,4 +76,10 @@ def test_an_error_has_a_line(lines: list[str]) -> None:
     model.scheduler.failure = "it broke"  # type: ignore[attr-defined]
     client = client_of(model, settings=AppSettings(log=lines.append))
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 500
-    assert " POST /v1/chat/completions 500 fake: " in lines[0]
+    assert " POST /v1/chat/completions 500 fake: " in lines[0] and lines[0].endswith(" s: the model failed: it broke")
+
+
+def test_what_was_wrong_is_one_short_line(client: TestClient, lines: list[str]) -> None:
+    name = "a\n\x1b[31m" + "x" * 1000
+    client.post("/v1/completions", json={"model": name, "prompt": "x"}, headers={"x-api-key": "sesame"})
+    assert lines[0].isprintable() and len(lines[0]) < 300

@@ -103,7 +103,7 @@ def test_the_model_that_is_idle_for_longest_makes_room() -> None:
         assert await served.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
 
     served = serve(asks)
-    assert served.done == ["loaded a", "loaded b", "unloaded b", "loaded c"]
+    assert served.done == ["loaded a", "loaded b", "unloaded b (to make room)", "loaded c"]
     assert served.scheduler("b").is_closed and not served.scheduler("a").is_closed
 
 
@@ -117,15 +117,15 @@ def test_a_model_without_requests_is_unloaded_and_comes_back() -> None:
         running = asyncio.ensure_future(served.ask("a"))
         await until(lambda: served.scheduler("a").running)
         await served.ask("b")
-        await until(lambda: "unloaded b" in served.done)
+        await until(lambda: "unloaded b (not used)" in served.done)
         assert await served.states() == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
         gate.set()
         assert (await running).status_code == 200
-        await until(lambda: "unloaded a" in served.done)
+        await until(lambda: "unloaded a (not used)" in served.done)
         assert (await served.ask("a")).status_code == 200
         unloading.cancel()
 
-    assert serve(asks).done == ["loaded a", "loaded b", "unloaded b", "unloaded a", "loaded a"]
+    assert serve(asks).done == ["loaded a", "loaded b", "unloaded b (not used)", "unloaded a (not used)", "loaded a"]
 
 
 def test_a_number_of_models_may_be_loaded() -> None:
@@ -134,9 +134,21 @@ def test_a_number_of_models_may_be_loaded() -> None:
             assert (await served.ask(name)).status_code == 200
 
     room = Room(1, 100)
-    assert serve(asks, room).done == ["loaded a", "unloaded a", "loaded b", "unloaded b", "loaded c"]
+    assert serve(asks, room).done == [
+        "loaded a",
+        "unloaded a (to make room)",
+        "loaded b",
+        "unloaded b (to make room)",
+        "loaded c",
+    ]
     # One that is larger than the room is loaded alone.
-    assert serve(asks, Room(None, 1)).done == ["loaded a", "unloaded a", "loaded b", "unloaded b", "loaded c"]
+    assert serve(asks, Room(None, 1)).done == [
+        "loaded a",
+        "unloaded a (to make room)",
+        "loaded b",
+        "unloaded b (to make room)",
+        "loaded c",
+    ]
 
 
 def test_requests_that_come_together_load_a_model_once() -> None:
@@ -166,7 +178,7 @@ def test_a_model_that_answers_is_not_unloaded() -> None:
         gate.set()
         assert (await first).text.endswith("data: [DONE]\n\n") and (await second).status_code == 200
 
-    assert serve(asks, Room(1, 100)).done == ["loaded a", "unloaded a", "loaded c"]
+    assert serve(asks, Room(1, 100)).done == ["loaded a", "unloaded a (to make room)", "loaded c"]
 
 
 def test_a_model_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +222,11 @@ def test_idle_models_go_until_the_next_one_can_be_allocated() -> None:
         assert (await served.ask("c")).status_code == 500
 
     served = serve(asks, Room(None, 100))
-    assert served.done == [*("loaded b", "loaded c"), *("unloaded b", "unloaded c", "loaded a"), "unloaded a"]
+    assert served.done == [
+        *("loaded b", "loaded c"),
+        *("unloaded b (to make room)", "unloaded c (to make room)", "loaded a"),
+        "unloaded a (to make room)",
+    ]
 
 
 def test_a_client_that_goes_away_does_not_stop_the_load() -> None:
@@ -224,3 +240,13 @@ def test_a_client_that_goes_away_does_not_stop_the_load() -> None:
         assert served.models.longest_idle() is served.made["a"]
 
     serve(asks)
+
+
+def test_another_name_of_a_model_is_the_same_model() -> None:
+    async def asks(served: Served) -> None:
+        served.models.aliases["a:Q4_0"] = "a"
+        answers = [await served.ask(name) for name in ("a:Q4_0", "a")]
+        assert [answer.json()["model"] for answer in answers] == ["a", "a"]
+        assert [*await served.states()] == [*NAMES]
+
+    assert serve(asks).loads == {"a": 1, "b": 0, "c": 0}
