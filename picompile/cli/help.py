@@ -30,6 +30,7 @@ class ShortHelpCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, without the panel `MORE` unless `--help-all` asks for it."""
         shown = copy(self)
+        shown.help = _unwrapped(self.help or "")
         if not ctx.meta.get(_SHOWS_ALL):
             shown.params = [
                 self._shortened(each) for each in self.params if getattr(each, "rich_help_panel", None) != MORE
@@ -47,6 +48,15 @@ class ShortHelpCommand(TyperCommand):
         shown = copy(parameter)
         shown.help = text
         return shown
+
+
+def _unwrapped(text: str) -> str:
+    """Return a help without the ends of lines inside paragraphs: the terminal's width is another than the source's.
+
+    Paragraphs that begin with click's mark for it, as examples do, stay as they are.
+    """
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(each if each.lstrip().startswith("\b") else " ".join(each.split()) for each in paragraphs)
 
 
 def set_short_texts(command: Callable[..., None], texts: Mapping[str, str]) -> None:

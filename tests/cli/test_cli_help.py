@@ -67,3 +67,15 @@ def test_commands_are_in_panels(cli: Cli) -> None:
     places = [text.index(f"─ {panel} ─") for panel in PANELS]
     assert places == sorted(places)
     assert panel_of("run") == panel_of("a command of tomorrow") == "Use a model"
+
+
+def test_paragraphs_are_wrapped_for_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where the source has the ends of its lines; examples stay as they are written."""
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in ("list", "serve"):
+        text = cli(command, "--help").out.split("Usage:")[1].split("Examples:")
+        lines = [line.strip() for line in text[0].splitlines()[1:]]
+        words = " ".join(lines).split()
+        for line, after in zip(lines, lines[1:], strict=False):
+            assert not line or not after or len(f" {line} {after.split()[0]}") > 58, line
+        assert len(words) > 20 and f"\n   picompile {command}" in text[1]
