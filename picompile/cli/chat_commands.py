@@ -55,7 +55,7 @@ def _help(session: ChatSession, rest: str) -> None:
 def _system(session: ChatSession, rest: str) -> None:
     conversation = session.conversation
     if not rest:
-        say(conversation.system or "there is no system prompt; /system TEXT sets one")
+        say(conversation.system or "no system prompt is set (a chat template may write its own); /system TEXT sets one")
         return
     text = "" if rest == '""' else rest
     is_used = conversation.set_system(text)

@@ -106,7 +106,7 @@ def test_one_question_with_an_option(cli: Cli, chat_model: Path) -> None:
     assert whole.out == f"{answer_to('one' + chr(10) + 'two')}\n"
     ended = cli("chat", chat_model, "--temp", "0", "-n", "1", "-p", "one")
     assert (ended.code, ended.out) == (0, "x\n")
-    assert ended.err == "[cut at 1 tokens; /set max-tokens N allows more]\n"
+    assert ended.err == "[cut at 1 tokens; -n N, or /set max-tokens N, allows more]\n"
     silence = next("a" * count for count in range(1, 9) if not answer_to("a" * count))
     ended = cli("chat", chat_model, "--temp", "0", "-p", silence)
     assert (ended.out, ended.err) == ("", "[the model had nothing to say; /regen tries again]\n")

@@ -1,5 +1,6 @@
 """The short help has the common options of a command, and `--help-all` all of them."""
 
+import itertools
 import re
 from typing import Any
 
@@ -76,6 +77,6 @@ def test_paragraphs_are_wrapped_for_the_terminal(cli: Cli, monkeypatch: pytest.M
         text = cli(command, "--help").out.split("Usage:")[1].split("Examples:")
         lines = [line.strip() for line in text[0].splitlines()[1:]]
         words = " ".join(lines).split()
-        for line, after in zip(lines, lines[1:], strict=False):
+        for line, after in itertools.pairwise(lines):
             assert not line or not after or len(f" {line} {after.split()[0]}") > 58, line
         assert len(words) > 20 and f"\n   picompile {command}" in text[1]
