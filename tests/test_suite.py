@@ -110,6 +110,21 @@ def test_samples_have_each_value_in_fast_tests_and_each_pair_in_slow_ones() -> N
     assert {(row["rows"], row["gated"]) for row in rows} == {(n, g) for n in lists["rows"] for g in lists["gated"]}
 
 
+def test_samples_can_have_some_values_in_slow_tests_alone() -> None:
+    forms, rows, large = ("f16", "q4", "q8"), (1, 7, 13), pytest.mark.slow("large")
+    marked = [form if form == "q4" else pytest.param(form, marks=large) for form in forms]
+    for mark in (
+        sampled(slow="seconds", fixtures={"form": forms}, rows=rows, fast={"form": ("q4",)}),
+        sampled(slow="seconds", fixtures={"form": marked}, rows=rows),
+    ):
+        parameters = mark.args[1]
+        fast = {each.values for each in parameters if all(own.name != "slow" for own in each.marks)}
+        assert fast == {("q4", number) for number in rows} and len(parameters) == 9
+        assert mark.kwargs == {"indirect": ["form"]}
+    with pytest.raises(ValueError, match=r"no fast row has form \['q5'\]"):
+        sampled(slow="seconds", form=forms, rows=rows, fast={"form": ("q4", "q5")})
+
+
 def test_the_two_runs_are_all_tests() -> None:
     runs = re.findall(r"^\t\$\(PYTEST\) (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert runs == ['-m "not slow"', "-m slow --share $(SHARE) --share-seed $(SEED)", "-m slow"]

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from helpers.kernels.caches import in_q4, in_q8, spread
-from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.cuda_workbench import EITHER, CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, assert_rows, packed, uniform
 from helpers.products import sampled
 from helpers.weight_formats import ROW_FORMATS
@@ -78,10 +78,12 @@ def normed(y: NDArray[np.float64], norm: str, weight: Array, bias: Array, groups
 # Single columns are all 0 behind a norm of layers, and their error relative to that is no number.
 @sampled(
     slow=SLOW,
+    fixtures=EITHER,
     norm=("weighted", "rms", "layer", "bare"),
     size=GROUPED,
     counts=ROWS,
-    when=lambda norm, size, counts: norm == "rms" or size[0] != size[1],
+    when=lambda norm, size, **_: norm == "rms" or size[0] != size[1],
+    fast={"size": ((5, 1), (100, 1), (4228, 1), (100, 5), (7, 7), (392, 2))},
 )
 def test_norms(either: Workbench, norm: str, size: tuple[int, int], counts: tuple[int, int]) -> None:
     (dim, groups), (rows, tokens) = size, counts
@@ -95,7 +97,7 @@ def test_norms(either: Workbench, norm: str, size: tuple[int, int], counts: tupl
     assert_rows(found["y"], expected, 1e-6 if norm == "rms" else 1e-5)
 
 
-@sampled(slow=SLOW, dim=DIMS, counts=ROWS, biased=(False, True))
+@sampled(slow=SLOW, fixtures=EITHER, dim=DIMS, counts=ROWS, biased=(False, True), fast={"dim": (5, 99, 700)})
 def test_sums_quotients_and_the_last_row(either: Workbench, dim: int, counts: tuple[int, int], biased: bool) -> None:
     rows, tokens = counts
     rng = np.random.default_rng([dim, tokens])
@@ -111,7 +113,7 @@ def test_sums_quotients_and_the_last_row(either: Workbench, dim: int, counts: tu
     assert_rows(found["y"], expected, 1e-6)
 
 
-@sampled(slow=SLOW, widths=JOINED, tokens=(1, 3, 5))
+@sampled(slow=SLOW, fixtures=EITHER, widths=JOINED, tokens=(1, 3, 5))
 def test_join_columns(either: Workbench, widths: tuple[int, ...], tokens: int) -> None:
     rng = np.random.default_rng([*widths, tokens])
     parts = {f"x{number}": uniform(rng, tokens, width) for number, width in enumerate(widths)}
@@ -119,7 +121,7 @@ def test_join_columns(either: Workbench, widths: tuple[int, ...], tokens: int) -
     assert_rows(found["y"], np.concatenate(list(parts.values()), axis=1))
 
 
-@sampled(slow=SLOW, form=ROW_FORMATS, size=EMBEDDED, missing=(0, 2))
+@sampled(slow=SLOW, fixtures=EITHER, form=ROW_FORMATS, size=EMBEDDED, missing=(0, 2))
 def test_embedding(either: Workbench, form: str, size: tuple[int, int], missing: int) -> None:
     (dim, rows), rng = size, np.random.default_rng([*size, missing])
     tokens = max(rows - missing, 1)
@@ -167,7 +169,7 @@ def check_expression(bench: Workbench, spec: ElementwiseSpec, tokens: int) -> No
     assert (np.abs(found[:tokens] - expected) <= 2e-6 * np.maximum(np.abs(expected), 1.0)).all()
 
 
-@sampled(slow=SLOW, kinds=MIXED, dim=(1, *DIMS), counts=ROWS)
+@sampled(slow=SLOW, fixtures=EITHER, kinds=MIXED, dim=(1, *DIMS), counts=ROWS)
 def test_expressions(either: Workbench, kinds: str, dim: int, counts: tuple[int, int]) -> None:
     """Every kind of input."""
     check_expression(either, ElementwiseSpec(dim, counts[0], kinds, MIXED[kinds]), counts[1])
@@ -265,6 +267,7 @@ KINDS = ("normal", "ties", "equal", "rising", "falling", "zeros", "infinite", "r
 # are no power of two, a slice and a token more, many slices, and more than a block merges at once.
 @sampled(
     slow="sorts large vocabularies in several orders of threads; small ones are fast",
+    fixtures=EITHER,
     kind=KINDS,
     vocab=(
         1,
@@ -276,7 +279,7 @@ KINDS = ("normal", "ties", "equal", "rising", "falling", "zeros", "infinite", "r
         *(pytest.param(size, marks=pytest.mark.slow("is large")) for size in (50257, 70001)),
     ),
     counts=((1, 1), (3, 3), (3, 2), (3, 1)),
-    when=lambda kind, vocab, counts: vocab < 5000 or (counts == (1, 1) and kind in ("normal", "ties", "nan")),
+    when=lambda kind, vocab, counts, **_: vocab < 5000 or (counts == (1, 1) and kind in ("normal", "ties", "nan")),
 )
 def test_highest_logits(either: Workbench, kind: str, vocab: int, counts: tuple[int, int]) -> None:
     """They have the bits of the logits: a NaN before all, then by score, then by id."""
@@ -301,7 +304,7 @@ def places(mode: Mode, tokens: int) -> tuple[list[int], list[int], dict[str, Arr
     return list(range(30, 30 + tokens)), [2] * tokens, {}
 
 
-@sampled(slow=SLOW, head_dim=(20, 32, 64), mode=MODES)
+@sampled(slow=SLOW, fixtures=EITHER, head_dim=(20, 32, 64), mode=MODES)
 def test_rotary(either: Workbench, head_dim: int, mode: tuple[Mode, int, int]) -> None:
     name, rows, tokens = mode
     rng = np.random.default_rng([head_dim, tokens])
@@ -340,11 +343,16 @@ def check_cache_write(
         assert (left == 255).all()
 
 
-@sampled(slow=SLOW, kv_dtype=("float16", "float32", "q8", "q4"), mode=MODES, sequences=(1, 4))
+@sampled(
+    slow=SLOW,
+    fixtures=EITHER,
+    kv_dtype=("float16", "float32", "q8", "q4"),
+    mode=MODES,
+    sequences=(1, 4),
+    when=lambda either, kv_dtype, **_: kv_dtype != "q4" or either == "cpu",
+)
 def test_cache_write(either: Workbench, kv_dtype: str, mode: tuple[Mode, int, int], sequences: int) -> None:
     """A single sequence asks for no slot."""
-    if kv_dtype == "q4" and isinstance(either, CudaWorkbench):
-        pytest.skip("no GPU has such caches")
     heads = uniform(np.random.default_rng(mode[2]), mode[2], HEADS, 96 if kv_dtype == "q4" else 72)
     check_cache_write(either, kv_dtype, mode, sequences, heads)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.cuda_workbench import EITHER, CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, assert_rows, uniform
 from helpers.products import sampled
 from picompile_codegen.specs import (
@@ -36,7 +36,7 @@ def flag(value: int) -> Array:
     return np.array([value], np.int32)
 
 
-@sampled(slow=SLOW, dim=DIMS, counts=ROWS)
+@sampled(slow=SLOW, fixtures=EITHER, dim=DIMS, counts=ROWS)
 def test_send(either: Workbench, dim: int, counts: tuple[int, int]) -> None:
     rows, tokens = counts
     x = uniform(np.random.default_rng([dim, tokens]), tokens, dim)
@@ -47,6 +47,7 @@ def test_send(either: Workbench, dim: int, counts: tuple[int, int]) -> None:
 
 @sampled(
     slow=SLOW,
+    fixtures=EITHER,
     dim=(96, 99),
     sizes=MASKS,
     counts=ROWS,
@@ -83,7 +84,7 @@ def test_send_mask(
     assert found["flag"].tolist() == [STEP] + [-1] * 15
 
 
-@sampled(slow=SLOW, dim=DIMS, counts=ROWS, count=(None, 0, 1, 900))
+@sampled(slow=SLOW, fixtures=EITHER, dim=DIMS, counts=ROWS, count=(None, 0, 1, 900))
 def test_receive(either: Workbench, dim: int, counts: tuple[int, int], count: int | None) -> None:
     """Nobody waits for a host without work: its flag is not set, and what it shares is NaN."""
     rows, tokens = counts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.cuda_workbench import EITHER, CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_rows, packed, uniform
 from helpers.products import sampled
 from helpers.weight_formats import ROW_FORMATS
@@ -64,10 +64,12 @@ def clear_threshold(logits: Array) -> float:
 
 
 @sampled(
+    fixtures=EITHER,
     form=ROW_FORMATS,
     shape=SHAPES,
     relu=(False, True),
     when=lambda shape, relu, **_: shape in (ODD, SHAPES[4]) or not relu,
+    fast={"shape": SHAPES[:4]},
     slow=SLOW,
 )
 def test_low_rank(either: Workbench, form: str, shape: Shape, relu: bool) -> None:
@@ -233,11 +235,17 @@ def test_ranks_that_are_in_shared_memory_in_parts(monkeypatch: pytest.MonkeyPatc
     assert_rows(mask, logits > threshold)
 
 
-@sampled(form=ROW_FORMATS, shape=SIGN_SHAPES, tokens=(1, 5), slow=SLOW)
+@sampled(
+    fixtures=EITHER,
+    form=ROW_FORMATS,
+    shape=SIGN_SHAPES,
+    tokens=(1, 5),
+    # A GPU does nothing else for so many rows.
+    when=lambda either, shape, **_: shape != SIGN_SHAPES[-1] or either == "cpu",
+    slow=SLOW,
+)
 def test_signs(either: Workbench, form: str, shape: tuple[int, int], tokens: int) -> None:
     """Zeros count as positive, minus zero too."""
-    if shape == SIGN_SHAPES[-1] and isinstance(either, CudaWorkbench):
-        pytest.skip("a GPU does nothing else for so many rows")
     rng = np.random.default_rng([*shape, tokens])
     x, w = uniform(rng, tokens, shape[1]), uniform(rng, *shape)
     for values in (x, w):

@@ -89,6 +89,8 @@ def is_case(name: str, kind: str, **_: object) -> bool:
     kind=("dense", "exact", "masked"),
     form=("f16", "q8", "q4", "q6", "q4m"),
     when=is_case,
+    # test_kernels_ffn.py has every format.
+    fast={"name": ("fatrelu", "relu2", "swiglu"), "form": ("f16", "q8", "q4m")},
     slow="compiles a kernel per case",
 )
 def test_one_token(workbench: Workbench, name: str, kind: str, form: str) -> None:
@@ -103,6 +105,7 @@ def test_one_token(workbench: Workbench, name: str, kind: str, form: str) -> Non
     form=("f16", "q8", "q4"),
     rowwise=(True, False),
     when=is_case,
+    fast={"name": ("fatrelu", "opt", "swiglu")},
     slow="compiles two kernels per case",
 )
 def test_several_tokens(workbench: Workbench, name: str, kind: str, form: str, rowwise: bool) -> None:
@@ -142,6 +145,7 @@ def test_several_tokens(workbench: Workbench, name: str, kind: str, form: str, r
         and (kind != "exact" or "g" in limits or name == "fatrelu")
         and (kind != "masked" or rows == 1)
     ),
+    fast={"form": ("f16",)},
     slow="compiles a kernel per case",
 )
 def test_limits(workbench: Workbench, name: str, kind: str, limits: str, form: str, rows: int) -> None:
@@ -169,6 +173,9 @@ def poison(example: Example, name: str, kind: str, token: int) -> dict[str, Arra
     return inputs
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast", but=("1-opt-m", "1-fatrelu-d", "13-fatrelu-e")
+)
 @pytest.mark.parametrize(
     ("name", "kind"), [("fatrelu", "dense"), ("fatrelu", "exact"), ("opt", "exact"), ("opt", "masked")]
 )

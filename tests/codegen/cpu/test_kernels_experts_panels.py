@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from test_kernels_panels import FAST, TOGETHER
 
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
-from helpers.weight_formats import PANEL_FORMATS
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import ExpertsSpec
@@ -23,9 +22,6 @@ CHUNK = 75
 EXPERTS, CHOSEN, SIZE, DIM = 5, 2, 48, 80
 SLOW = "compiles a kernel per case"
 
-# Formats of gate, up and down: alike; each with other sums of inputs.
-TOGETHER = [(form,) * 3 for form in PANEL_FORMATS]
-TOGETHER += [(a, b, a) for a, b in pairwise(("q4", "q6_k", "q4_k", "iq4_xs", "q4m", "q2_k", "q5", "q8"))]
 BLOCKS = {
     "swiglu": {"gated": True, "activation": "silu", "up_activation": "identity", "biases": ""},
     "gelu": {"gated": False, "activation": "gelu", "up_activation": "identity", "biases": "ude"},
@@ -118,7 +114,14 @@ class Weights:
         return y, hidden
 
 
-@sampled(formats=TOGETHER, block=BLOCKS, tokens=(None, 3, CHUNK), activation_bytes=(1, 2), slow=SLOW)
+@sampled(
+    formats=TOGETHER,
+    block=BLOCKS,
+    tokens=(None, 3, CHUNK),
+    activation_bytes=(1, 2),
+    fast={"formats": FAST},
+    slow=SLOW,
+)
 def test_experts(
     workbench: Workbench, formats: tuple[str, ...], block: str, tokens: int | None, activation_bytes: int
 ) -> None:
@@ -150,6 +153,7 @@ def test_experts(
             assert alone.tobytes() == value.tobytes()
 
 
+@pytest.mark.slow("compiles two kernels per case; codes and floats are fast", but=("q4_k-3]", "fp8-75"))
 @pytest.mark.parametrize("rows", [CHUNK, 3])
 @pytest.mark.parametrize("form", ["q4", "q4_k", "fp8"])
 def test_tokens_have_the_bits_of_decode(workbench: Workbench, form: str, rows: int) -> None:
@@ -182,6 +186,7 @@ def test_more_gains_than_there_may_be(workbench: Workbench, rows: int) -> None:
     assert found["stats"][0] == rows * CHOSEN * SIZE
 
 
+@pytest.mark.slow("compiles a kernel per case; one has a bias", but=("swiglu-", "reglu-1]"))
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("block", ["swiglu", "reglu"])
 def test_no_expert(workbench: Workbench, rows: int, block: str) -> None:
@@ -213,6 +218,7 @@ def test_what_is_no_number_shows(workbench: Workbench, rows: int) -> None:
         assert np.isfinite(y[1:]).all()
 
 
+@pytest.mark.slow("compiles a kernel per case", but=("9]",))
 @pytest.mark.parametrize("rows", [1, 9])
 def test_one_of_many_experts(workbench: Workbench, rows: int) -> None:
     """Experts of a panel each, an odd number of panels of outputs, and one expert for a token."""

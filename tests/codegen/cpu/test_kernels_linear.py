@@ -8,7 +8,7 @@ import torch
 
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
-from helpers.weight_formats import PANEL_FORMATS, panels_of, random_rows
+from helpers.weight_formats import PANEL_FORMATS, ROW_FORMATS, panels_of, random_rows
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import LinearSpec
@@ -61,6 +61,8 @@ def is_stored(form: str, shape: tuple[int, int], activation_bytes: int = 1, **_:
     tokens=(None, 1, 2, 3, 7, CHUNK),
     activation_bytes=(1, 2),
     when=is_stored,
+    # test_kernels_panels.py has every format in panels.
+    fast={"form": ROW_FORMATS},
     slow="compiles a kernel per case",
 )
 def test_linear(
@@ -104,6 +106,8 @@ def test_each_row_has_the_bits_that_it_has_alone(workbench: Workbench, form: str
     rows=(1, CHUNK),
     panels=(True, False),
     when=lambda form, panels, **_: panels or FORMATS[form].rows,
+    # Codes and a scale; zeros; minima in blocks; a table; floats.
+    fast={"form": ("q8", "q4m", "q4_k", "iq2", "fp8")},
     slow="compiles a kernel per case",
 )
 def test_what_is_no_number_shows(workbench: Workbench, form: str, rows: int, panels: bool) -> None:

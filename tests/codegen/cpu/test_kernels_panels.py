@@ -68,6 +68,8 @@ def test_embedding(workbench: Workbench, form: str, dim: int, rows: int) -> None
 # Formats of gate, up and down: alike; each with other sums of inputs; and each of those with zeros or minima.
 TOGETHER = [(form,) * 3 for form in PANEL_FORMATS]
 TOGETHER += [(a, b, a) for a, b in pairwise(("q4", "q6_k", "q4_k", "iq4_xs", "q4m", "q2_k", "q5", "q8"))]
+# Codes and a scale, and other ones beside them; minima in blocks; floats. Tests of single matrices have every format.
+FAST = [("q4",) * 3, ("q4", "q6_k", "q4"), ("q4_k",) * 3, ("fp8",) * 3]
 BLOCKS = {
     "swiglu": {"gated": True, "activation": "silu", "up_activation": "identity", "biases": ""},
     "gelu": {"gated": False, "activation": "gelu", "up_activation": "identity", "biases": "ud"},
@@ -94,7 +96,14 @@ def whole_block(formats: tuple[str, ...], block: str, tokens: int | None, activa
     return cpu.write_kernel(spec)
 
 
-@sampled(formats=TOGETHER, block=BLOCKS, tokens=(None, 3, CHUNK), activation_bytes=(1, 2), slow=SLOW)
+@sampled(
+    formats=TOGETHER,
+    block=BLOCKS,
+    tokens=(None, 3, CHUNK),
+    activation_bytes=(1, 2),
+    fast={"formats": FAST},
+    slow=SLOW,
+)
 def test_whole_block(
     workbench: Workbench, formats: tuple[str, ...], block: str, tokens: int | None, activation_bytes: int
 ) -> None:

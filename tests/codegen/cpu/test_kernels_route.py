@@ -166,8 +166,7 @@ def small(scores: str, normalized: str) -> RouteSpec:
     return RouteSpec(experts=9, rows=1, chosen=3, scores=scores, normalized=normalized)
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("normalized", NORMALIZED)
+@sampled(scores=tuple(SCORES), normalized=NORMALIZED, slow="compiles a kernel per case")
 def test_large_logits(workbench: Workbench, scores: str, normalized: str) -> None:
     """Exponentials neither overflow nor vanish."""
     spec = small(scores, normalized)

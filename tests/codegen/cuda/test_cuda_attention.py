@@ -132,8 +132,8 @@ def test_values_beyond_halves_do_not_reach_queries_that_do_not_see_them(workbenc
 @pytest.mark.parametrize(
     ("shape", "rows", "position", "not_a_number"),
     [
-        (ONE["multi-head, two parts"], 1, 299, 270),
-        (ONE["window over a part"], 1, 999, 700),
+        pytest.param(ONE["multi-head, two parts"], 1, 299, 270, marks=pytest.mark.slow(SLOW)),
+        pytest.param(ONE["window over a part"], 1, 999, 700, marks=pytest.mark.slow(SLOW)),
         (ONE["all options"], 1, 400, 350),
         (CHUNKS["window, many columns"], CHUNK, 60, 20),
         (CHUNKS["groups of 3, single elements"], CHUNK, 100, 121),

@@ -133,6 +133,8 @@ def is_case(name: str, kind: str, limits: str, room: int | None, **_: object) ->
     # Most groups of the last one have no neuron.
     room=(None, 7, 1500),
     when=is_case,
+    # test_kernels_predict.py has every format.
+    fast={"form": ("f16", "q4", "q4m", "q8"), "limits": ("", "go"), "name": ("opt", "odd")},
 )
 def test_blocks(
     workbench: CudaWorkbench, name: str, kind: str, limits: str, form: str, rows: int, room: int | None
@@ -160,6 +162,7 @@ def test_other_blocks(workbench: CudaWorkbench, case: Case, room: int | None) ->
     check(workbench, case, room)
 
 
+@pytest.mark.slow("compiles blocks for the emulation", but=("opt-part",))
 @pytest.mark.parametrize(("name", "kind"), [("reglu", "masked"), ("opt", "part")])
 def test_masks(workbench: CudaWorkbench, name: str, kind: str) -> None:
     """No neuron, every neuron, and one: the first, the last and some between."""
@@ -251,6 +254,7 @@ def test_large_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
     ),
     tile=("LARGE", "SMALL"),
     sm=(75, 80),
+    fast={"tile": ("SMALL",), "sm": (80,)},
 )
 def test_several_tiles_of_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: tuple[str, str, str], tile: str, sm: int

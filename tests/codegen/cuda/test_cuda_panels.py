@@ -21,7 +21,6 @@ CHUNK = 13
 SLOW = "compiles a kernel per case"
 # Minima and scales in blocks; two planes and groups of 16; a table. The emulation takes seconds to compile a case.
 FAST = ("q4_k", "q3_k", "iq4_xs")
-FEW = [form if form in FAST else pytest.param(form, marks=pytest.mark.slow("as others")) for form in PANEL_FORMATS]
 # A group alone; whole blocks of 256; blocks and a part of one, for whole turns of warps and a part; several parts of x.
 COLUMNS = (20, 512, 2120, 4133)
 
@@ -32,10 +31,11 @@ def in_chunk(x: Array, weights: Array) -> Array:
 
 @sampled(
     slow=SLOW,
-    form=FEW,
+    form=PANEL_FORMATS,
     columns=COLUMNS,
     rows=(1, CHUNK),
     bias=(False, True),
+    fast={"form": FAST, "columns": (20, 512, 2120)},
     when=lambda form, columns, rows, bias: rows == 1 or columns < 1000,
 )
 def test_any_bytes_are_multiplied(workbench: CudaWorkbench, form: str, columns: int, rows: int, bias: bool) -> None:
@@ -66,7 +66,7 @@ def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str,
     assert_rows(found, in_chunk(x, weights), 5e-5)
 
 
-@sampled(slow=SLOW, form=FEW)
+@sampled(slow=SLOW, form=PANEL_FORMATS, fast={"form": ("q4_k",)})
 def test_with_an_addition_and_a_norm(workbench: CudaWorkbench, form: str) -> None:
     rng, columns = np.random.default_rng(7), 544
     data, weights = any_matrix(rng, form, 64, columns)
@@ -79,7 +79,7 @@ def test_with_an_addition_and_a_norm(workbench: CudaWorkbench, form: str) -> Non
     assert_close(found["normed"], y / np.sqrt((y**2).mean() + 1e-5) * norm, 1e-5)
 
 
-@sampled(slow=SLOW, form=FEW, dim=(36, 300, 545), rows=(1, 7))
+@sampled(slow=SLOW, form=PANEL_FORMATS, dim=(36, 300, 545), rows=(1, 7), fast={"form": FAST})
 def test_embedding(workbench: CudaWorkbench, form: str, dim: int, rows: int) -> None:
     """Each row has the numbers that the format gives it, to the bit but for what is rounded more than once."""
     rng = np.random.default_rng([dim, rows])
@@ -92,13 +92,17 @@ def test_embedding(workbench: CudaWorkbench, form: str, dim: int, rows: int) -> 
 
 
 NEURONS, DIM = 272, 80
-FEW_TOGETHER = [
-    forms if set(forms) <= {*FAST, "q6_k"} else pytest.param(forms, marks=pytest.mark.slow("as others"))
-    for forms in TOGETHER
-]
 
 
-@sampled(slow=SLOW, formats=FEW_TOGETHER, block=BLOCKS, rows=(1, CHUNK), counts=(False, True))
+@sampled(
+    slow=SLOW,
+    formats=TOGETHER,
+    block=BLOCKS,
+    rows=(1, CHUNK),
+    counts=(False, True),
+    # Formats alike and not; with a gate and without, with all biases and some.
+    fast={"formats": (("q4_k",) * 3, ("q4_k", "iq4_xs", "q4_k")), "block": ("geglu", "gelu")},
+)
 def test_whole_block(workbench: CudaWorkbench, formats: tuple[str, ...], block: str, rows: int, counts: bool) -> None:
     own, rng = BLOCKS[block], np.random.default_rng([len(block), rows])
     gated, biases, tokens = bool(own["gated"]), str(own["biases"]), max(1, rows - 3)

@@ -18,6 +18,9 @@ from picompile_codegen.specs import KernelSpec
 
 _MOST_LIBRARIES = 16
 
+# The fixture `either`, for `sampled(fixtures=EITHER, ...)`: fast tests have each value on the CPU or on a GPU.
+EITHER = {"either": ("cpu", "gpu")}
+
 
 class CudaWorkbench(Workbench):
     """Kernels for the architecture `sm`. Each is compiled when it is first run, into `folder`."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from picompile_codegen.build.host_library import build_host_library
-from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
+from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current
 from picompile_codegen.cpu import write_kernel
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import KernelArgument, KernelSpec
@@ -66,6 +66,7 @@ class Workbench:
         self.path = path
         self._isa = isa
         self._paths: dict[str, Path] = {}
+        self._written: dict[tuple[KernelSpec, str], Kernel] = {}
         if kernels:
             self.compile(kernels)
 
@@ -83,7 +84,13 @@ class Workbench:
         return HostLibrary(self._paths[kernel.name])
 
     def written(self, kernel: Kernel | KernelSpec) -> Kernel:
-        return write_kernel(kernel) if isinstance(kernel, KernelSpec) else kernel
+        """Return the kernel of a spec, which is written once for each instruction set."""
+        if not isinstance(kernel, KernelSpec):
+            return kernel
+        key = (kernel, current().name)
+        if key not in self._written:
+            self._written[key] = write_kernel(kernel)
+        return self._written[key]
 
     def same(self, kernel: Kernel | KernelSpec, inputs: Inputs, **step: int) -> dict[str, Array]:
         """As `run`, whichever number of threads there are."""
