@@ -52,6 +52,9 @@ settings.register_profile(
 )
 settings.load_profile(HYPOTHESIS_PROFILE)
 
+# Whether the running test proves what it compiles.
+_PROVES = pytest.StashKey[bool]()
+
 # Every test process has its core; threads of torch would only take the others'.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -89,6 +92,25 @@ def _code_for_this_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _few_proofs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compilations of fast tests prove no model: for a proof it is captured again, which takes as long as all else.
+
+    Slow tests and those that ask for `proofs` have it; tests/frontend/test_proof.py has the proof itself.
+    """
+    from picompile.frontend import hf
+
+    prove, stash = hf.prove, request.config.stash
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "prove", lambda *model: prove(*model) if stash[_PROVES] else None)
+        yield
+
+
+@pytest.fixture
+def proofs() -> None:
+    """Every captured model is compared with its class, as users' are. Fixtures of all scopes see it: see the hook."""
+
+
 @pytest.fixture
 def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     """The targets as users have them."""
@@ -109,9 +131,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have a test draw the same in every run, but in `make fuzz`."""
+    """Have a test draw the same in every run, but in `make fuzz`; and say whether it proves what it compiles."""
     import torch
 
+    is_slow, asked = item.get_closest_marker("slow") is not None, "proofs" in getattr(item, "fixturenames", ())
+    item.config.stash[_PROVES] = is_slow or asked
     if HYPOTHESIS_PROFILE != "fuzz":
         seed = zlib.crc32(item.nodeid.encode())
         random.seed(seed)

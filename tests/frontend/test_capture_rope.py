@@ -83,6 +83,7 @@ def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str
         ({"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, **_LONG}, 64),
     ],
 )
+@pytest.mark.usefixtures("proofs")
 def test_scaling_that_depends_on_the_length(scaling: dict, longest: int, checkpoint: Path) -> None:
     """The model is compiled as it is for short texts, and takes no others."""
     _configure(checkpoint, {"rope_theta": 1e4, "rope_scaling": scaling})
