@@ -168,6 +168,7 @@ def test_runtime_and_server_alone(wheels: Sequence[Path], tiny_artifact: Path, t
     serve_once(environment, ["picompile-serve", str(tiny_artifact)], tmp_path)
 
 
+@pytest.mark.slow("builds wheels", but=("picompile-runtime",))
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_source_distribution_makes_the_same_wheel(name: str, tmp_path: Path) -> None:
     for folder in ("sdist", "direct", "again"):

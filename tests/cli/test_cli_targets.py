@@ -113,6 +113,7 @@ def test_doctor_shows_the_gpu(cli: Cli, with_gpu: None) -> None:
     assert facts["local"]["target"]["sync_s"] == SPEED.exchange_s
 
 
+@pytest.mark.slow("measures this machine twice")
 def test_doctor_shows_the_age_of_the_measurement(cli: Cli, with_gpu: None) -> None:
     measured = measure_local()
     for age_s, says in (

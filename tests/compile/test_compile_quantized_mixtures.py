@@ -46,7 +46,7 @@ _KINDS: dict[str, tuple[tuple[Maker, Mapping[str, Any]], str]] = {
 }
 
 
-@pytest.mark.slow("compiles a model; one method is fast", but=("awq",))
+@pytest.mark.slow("compiles a model; the numbers of experts are those of the checkpoint in test_runs_of_experts.py")
 @pytest.mark.parametrize("name", _KINDS)
 def test_tokens_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
     (make, config), form = _KINDS[name]

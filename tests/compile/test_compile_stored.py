@@ -135,6 +135,7 @@ def test_a_gpu_keeps_the_numbers_of_what_fits_it(
     assert relative_error(logits_of(artifact), eager_logits(loaded(opened), IDS)[PROMPT - 1 :]) < 2e-3
 
 
+@pytest.mark.slow("compiles for a GPU")
 def test_neurons_that_a_gpu_shares_with_the_host_take_few_bits(files: Path, tmp_path: Path) -> None:
     """Projections keep their numbers; a quarter of the neurons is hot."""
     hot = dict.fromkeys(range(2), range(0, 128, 4))

@@ -123,7 +123,7 @@ def test_dbrx_has_its_base_in_its_attention() -> None:
     assert make_config(family, raw).rope_parameters["rope_theta"] == 500000
 
 
-@pytest.mark.slow("compiles a model per class; one is fast", but=("phimoe-",))
+@pytest.mark.slow("compiles a model per class; test_smallthinker.py compiles a mixture")
 @pytest.mark.parametrize(
     ("model_type", "options", "context"),
     [

@@ -104,6 +104,9 @@ def test_some_rows(weights: WeightSource) -> None:
         assert torch.equal(_sampled_rows(weights, name), sampled.float())
 
 
+@pytest.mark.slow(
+    "unpacks numbers again and again; one method is fast", but=("stacks", "MXFP4", "a tensor", "GGUF", "GPTQ")
+)
 def test_memory_holds_a_run_beside_the_packed_rows(weights: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """With runs of one expert it is a few times the float32 values of one, whatever the number of experts."""
     for name in _stacks(weights):

@@ -38,6 +38,7 @@ def _saved(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow("captures a model per variant", but=("as the small one", "softmax"))
 @pytest.mark.parametrize("variant", _VARIANTS)
 def test_logits_equal_the_definition(variant: str, tmp_path: Path) -> None:
     config = SMALLTHINKER | _VARIANTS[variant]

@@ -119,6 +119,7 @@ def test_matrices_are_packed_and_vectors_are_not():
         assert len(packed) == len({str(node.args[0]) for node in packed})
 
 
+@pytest.mark.slow("runs two graphs per case", but=("f16-", "q4m-auto", "q4-q4-"))
 @pytest.mark.parametrize(
     ("form", "predictors", "own"),
     [

@@ -103,6 +103,7 @@ def test_inputs_are_those_of_the_layers_as_they_are_rounded(quantized, tmp_path,
             torch.testing.assert_close(moments, sums[group.node], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow("rounds a model per case", but=("mask",))
 @pytest.mark.parametrize(
     "insert",
     [InsertPredictors("sign", thresholds={0: 30.0, 1: 30.0}), InsertPredictors("none", output_limits=(0, 1))],

@@ -54,6 +54,7 @@ def small(name: str) -> dict[str, Any]:
     return {**config, **{key: value for key, value in _SMALL.items() if key in config}}
 
 
+@pytest.mark.slow("captures a mixture per case", but=("gpt-oss", "relu2"))
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b", "relu2-moe-1b-5b"])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -102,6 +103,7 @@ class _Firing(Interpreter):
         return value
 
 
+@pytest.mark.slow("captures a mixture per case", but=("tiny-mixture-0.05",))
 @pytest.mark.parametrize(
     ("name", "active"),
     [

@@ -19,6 +19,7 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_size": 32, 
 NEMOTRON = "relu2-moe-1b-5b"
 
 
+@pytest.mark.slow("captures a mixture per shape", but=("olmoe-1b",))
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != NEMOTRON])
 def test_a_file_is_a_mixture_of_its_shape(name: str, tmp_path: Path) -> None:
     heads = {"kv_heads": 2} if name == "olmoe-1b-7b" else {}

@@ -227,6 +227,7 @@ def kept_numbers(file: Path) -> dict[str, str]:
     return dict(choice.formats)
 
 
+@pytest.mark.slow("captures a mixture per format", but=("gpt-oss",))
 @pytest.mark.parametrize(("name", "type_name"), [("gpt-oss", "MXFP4"), ("qwen3moe", "Q4_1")])
 def test_a_graph_keeps_the_numbers(tmp_path: Path, name: str, type_name: str) -> None:
     """Gate, up and down of all experts are packed as the file has them; other numbers are those of the file too."""

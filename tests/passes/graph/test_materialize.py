@@ -94,6 +94,7 @@ def test_what_cannot_be_loaded_is_named():
         materialize(graph_module, weights)
 
 
+@pytest.mark.slow("materializes a model per format", but=("f16-", "fp8-", "q8-", "q4m-", "q4_k-", "iq2-"))
 @pytest.mark.parametrize(("form", "dtype"), [(form, DTYPES[number % 3]) for number, form in enumerate(FORMATS)])
 def test_constants_are_what_the_eager_graph_computes(form, dtype):
     graph_module = compiled(form=form)

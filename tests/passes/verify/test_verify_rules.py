@@ -1,7 +1,9 @@
 """Each rule of each stage, shown to fail on a graph that breaks it and nothing a rule before it asks for."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -43,7 +45,12 @@ NORMED = GraphShape(gated=False, ffn_norm=True)
 
 
 def at_stage(stage: Stage, shape: GraphShape = OPT) -> GraphModule:
-    """A sound graph of `stage`, its first layer partitioned where that stage has been reached."""
+    """A sound graph of `stage` that may be changed, its first layer partitioned where that stage has been reached."""
+    return copy.deepcopy(made_at_stage(stage, shape))
+
+
+@cache
+def made_at_stage(stage: Stage, shape: GraphShape) -> GraphModule:
     graph_module = build(shape)
     for pass_ in (InsertPredictors(), Partition({0: (1, 7, 30)}), Quantize("q8")):
         if pass_.ensures <= stage:
