@@ -156,6 +156,7 @@ def test_too_few_file_descriptors_are_named(tiny_artifact: Path) -> None:
         )
 
 
+@pytest.mark.slow("starts two processes on terminals")
 def test_progress_and_speed_show_on_a_terminal(tiny_artifact: Path) -> None:
     for words, text in (
         (("bench", tiny_artifact, "-p", "4", "-n", "4", "-r", "3"), "measure"),

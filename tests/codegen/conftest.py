@@ -5,6 +5,18 @@ import pytest
 from helpers.kernels.cuda_workbench import EITHER, CudaWorkbench
 from helpers.kernels.regions import Regions
 from helpers.kernels.workbench import Workbench
+from picompile_codegen.build.isa import Isa
+
+
+@pytest.fixture(autouse=True)
+def _plain_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast tests of kernels have these compiled without LLVM's optimizations, which take more than half of the time.
+
+    Models, in the tests of all other folders, have the code of users' artifacts, and so have slow tests of kernels.
+    """
+    if request.node.get_closest_marker("slow") is None:
+        llvm = Isa.llvm.fget  # type: ignore[attr-defined]
+        monkeypatch.setattr(Isa, "llvm", property(lambda isa: llvm(isa) | {"opt-level": 0}))
 
 
 @pytest.fixture(scope="session")

@@ -161,6 +161,7 @@ def test_a_plan_counts_the_numbers_of_a_file(cli: Cli, files: Path, target: str,
     assert least <= found["cold neurons"] < 1.02 * least
 
 
+@pytest.mark.slow("compiles for a GPU")
 def test_a_plan_that_has_all_on_a_gpu_counts_what_compile_writes(cli: Cli, files: Path, tmp_path: Path) -> None:
     words = ("--target", "4090", "--host-bandwidth", "1MB/s", "--context", 32)
     plan = json.loads(cli("plan", files / "usual.gguf", "--firing", "100%", "--json", *words).out)

@@ -161,6 +161,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow("rounds a model again and again")
 def test_a_complete_folder_is_read_and_other_inputs_begin_anew(quantized, tmp_path, monkeypatch):
     graph = quantized("llama-relu", "q4")
     weights = random_weights(graph, seed=4)
@@ -175,6 +176,7 @@ def test_a_complete_folder_is_read_and_other_inputs_begin_anew(quantized, tmp_pa
     assert not torch.equal(other.packed(name, "q4"), before)
 
 
+@pytest.mark.slow("rounds a model twice")
 def test_parts_of_a_block_have_the_rows_of_the_whole(quantized, tmp_path):
     """A plan may split a block in any way after its weights were rounded."""
     weights = random_weights(quantized("llama-relu", "q4"), seed=6)

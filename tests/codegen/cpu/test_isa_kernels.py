@@ -172,6 +172,11 @@ def _workbench(isa: Isa, cases: Iterable[str], path: Path) -> Workbench:
     return Workbench(path, kernels, isa)
 
 
+@pytest.fixture
+def _plain_code() -> None:
+    """These tests are about the code that artifacts have."""
+
+
 @pytest.mark.slow("compiles many kernels for each instruction set")
 @pytest.mark.parametrize(("isa", "case"), [(isa, case) for isa, cases in TESTED.items() for case in cases])
 def test_kernels(benches: Callable[[str], Workbench], isa: str, case: str) -> None:

@@ -54,7 +54,14 @@ def embedding(form: str, dim: int, rows: int) -> Kernel:
     return cpu.write_kernel(EmbeddingSpec(format=form, vocab=48, dim=dim, rows=rows, offset=2, panels=True))
 
 
-@sampled(form=PANEL_FORMATS, dim=(72, 300, 544), rows=(1, 7), slow=SLOW)
+@sampled(
+    form=PANEL_FORMATS,
+    dim=(72, 300, 544),
+    rows=(1, 7),
+    # One of each layout of codes; a product above has every format.
+    fast={"form": ("q8", "q4", "q6", "q4m", "q4_k", "q3_k", "mxfp4", "nf4", "iq2")},
+    slow=SLOW,
+)
 def test_embedding(workbench: Workbench, form: str, dim: int, rows: int) -> None:
     """Each row has the numbers that the format gives it, to the bit but for what is rounded more than once."""
     rng = np.random.default_rng([dim, rows])

@@ -139,12 +139,10 @@ def test_of_equal_groups_the_first_is_chosen(workbench: Workbench, group_score: 
         assert_equal(workbench.run(spec, inputs, tokens=ROWS)["gains"], eager(spec, inputs))
 
 
-@pytest.mark.parametrize("eps", [0.0, 0.02, 0.5])
-@pytest.mark.parametrize(("experts", "chosen"), [(16, 2), (21, 5), (3, 3)])
-def test_experts_that_are_drawn_one_after_the_other(
-    workbench: Workbench, experts: int, chosen: int, eps: float
-) -> None:
+@sampled(eps=(0.0, 0.02, 0.5), sizes=((16, 2), (21, 5), (3, 3)), slow="compiles a kernel per case")
+def test_experts_that_are_drawn_one_after_the_other(workbench: Workbench, eps: float, sizes: tuple[int, int]) -> None:
     """Equal logits, whose weights are halves, zeros and negative ones among them."""
+    experts, chosen = sizes
     spec = RouteSpec(
         experts=experts, rows=ROWS, chosen=chosen, scores="identity", normalized="sparse_mixer", eps=eps, scale=1.5
     )
@@ -178,8 +176,7 @@ def test_large_logits(workbench: Workbench, scores: str, normalized: str) -> Non
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("groups", [1, 4])
+@sampled(scores=tuple(SCORES), groups=(1, 4), slow="compiles a kernel per case")
 def test_what_is_not_a_number_shows(workbench: Workbench, scores: str, groups: int) -> None:
     """It is chosen before all numbers; other tokens have what they have without."""
     spec = RouteSpec(

@@ -147,7 +147,7 @@ def test_programs_of_both_layouts_compute_the_same(tmp_path: Path, form: str) ->
     assert relative_error(logits[0], logits[1]) < 1e-5
 
 
-@pytest.mark.slow("compiles a program per format, which takes seconds", but=("q4_k",))
+@pytest.mark.slow("compiles a program per format, which takes seconds; test_compile_stored.py has a fast one")
 @pytest.mark.parametrize("form", ["q8", "q4m", "q4_k", "q2_k", "iq4_xs", "nvfp4", "fp8", "nf4"])
 def test_programs_with_activations_of_two_bytes_compute_what_the_graph_does(tmp_path: Path, form: str) -> None:
     """With one token at a time, several sequences, and chunks. With one byte the logits are off by hundredths."""

@@ -65,23 +65,31 @@ class Workbench:
     def __init__(self, path: Path, kernels: Sequence[Kernel] = (), isa: Isa = ISAS[DEFAULT_ISA]) -> None:
         self.path = path
         self._isa = isa
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[tuple[str, str], Path] = {}
         self._written: dict[tuple[KernelSpec, str], Kernel] = {}
         if kernels:
             self.compile(kernels)
 
     def compile(self, kernels: Sequence[Kernel]) -> None:
         """Compile kernels into one library, which is quicker than one by one."""
-        path = self.path if not self._paths else self.path.with_name(f"{kernels[0].name}.so")
+        path = self.path if not self._paths else self._path(kernels[0])
         build_host_library(kernels, path, self._isa)
-        self._paths |= {kernel.name: path for kernel in kernels}
+        self._paths |= {self._key(kernel): path for kernel in kernels}
 
     def _library(self, kernel: Kernel) -> HostLibrary:
-        if kernel.name not in self._paths:
-            path = self.path.with_name(f"{kernel.name}.so")
+        key = self._key(kernel)
+        if key not in self._paths:
+            path = self._path(kernel)
             build_host_library([kernel], path, self._isa)
-            self._paths[kernel.name] = path
-        return HostLibrary(self._paths[kernel.name])
+            self._paths[key] = path
+        return HostLibrary(self._paths[key])
+
+    def _key(self, kernel: Kernel) -> tuple[str, str]:
+        """A kernel is another one where it is compiled in another way."""
+        return kernel.name, repr(self._isa.llvm)
+
+    def _path(self, kernel: Kernel) -> Path:
+        return self.path.with_name(f"{kernel.name}.{len(self._paths)}.so")
 
     def written(self, kernel: Kernel | KernelSpec) -> Kernel:
         """Return the kernel of a spec, which is written once for each instruction set."""

@@ -216,6 +216,7 @@ def uneven(build_once: BuildOnce) -> Path:
     return build_once("tiny-silu-uneven", make)
 
 
+@pytest.mark.slow("profiles a model twice")
 def test_contribution_silences_more_than_magnitude(uneven: Path, prose: Path, tmp_path: Path) -> None:
     profiles = {by: profiled(uneven, tmp_path / by, prose, tokens=1024, accuracy_bound=0.001, by=by) for by in MEASURES}
     shares = {by: (profile.thresholds or {})["silenced_share"] for by, profile in profiles.items()}

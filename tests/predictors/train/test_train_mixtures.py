@@ -48,6 +48,7 @@ def predictors(model: Path, profile: Profile, tmp_path_factory: pytest.TempPathF
     return train_predictors(model, profile, tmp_path_factory.mktemp("trained") / "predictors", options)
 
 
+@pytest.mark.slow("profiles and trains a mixture")
 def test_predictors_leave_out_silent_neurons_of_chosen_experts(
     predictors: Predictors, model: Path, profile: Profile
 ) -> None:
@@ -89,6 +90,7 @@ def test_an_artifact_computes_what_the_graph_does_with_them(
     assert float(off.median()) < 1e-2
 
 
+@pytest.mark.slow("profiles and trains a mixture")
 def test_a_plan_reads_the_rows_of_chosen_experts(predictors: Predictors, model: Path, profile: Profile) -> None:
     options = ModelOptions(model, profile=profile.folder, predictors=predictors.path, quant="f16")
     planned = find_model(options, NoProgress())

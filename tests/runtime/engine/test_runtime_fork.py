@@ -64,7 +64,12 @@ os._exit(0)
 """
 
 
-@sampled(kind=("host", "hybrid"), whose=("own", "inherited"), slow="forks amid steps, dozens of times")
+@sampled(
+    kind=("host", "hybrid"),
+    whose=("own", "inherited"),
+    fast={"kind": ("host",), "whose": ("inherited",)},
+    slow="forks amid steps, dozens of times",
+)
 def test_a_child_loads_and_decodes_while_its_parent_does(kind: str, whose: str, tmp_path: Path, library: Path) -> None:
     """It uses an engine of its own and one that it inherits, on the host alone and with an accelerator."""
     if kind == "host":
