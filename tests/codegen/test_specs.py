@@ -36,13 +36,14 @@ MODES: list[Parameters] = [{"mode": "one", "rows": 1}, {"mode": "chunk", "rows":
 
 
 def pairs(when: Callable[[Parameters], bool] = lambda _: True, **choices: Any) -> list[Parameters]:
-    """Combinations that have every pair of two choices. Where choices are mappings, they are parameters each."""
+    """Combinations that have every pair of two choices, or each of one. Mappings among choices are parameters each."""
     found = {}
     for place in product(*(range(len(values)) for values in choices.values())):
         found[place] = dict[str, Any]()
         for (name, values), index in zip(choices.items(), place, strict=True):
             found[place] |= values[index] if isinstance(values[index], dict) else {name: values[index]}
-    return [found[place] for place in cover([place for place, each in found.items() if when(each)], 2)]
+    places = [place for place, each in found.items() if when(each)]
+    return [found[place] for place in cover(places, min(2, len(choices)))]
 
 
 def attentions() -> list[Parameters]:
@@ -225,9 +226,16 @@ def test_two_bodies_of_one_spec_are_an_error(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", VARIANTS, ids=lambda kind: kind.__name__)
-def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None:
-    names = set()
-    for parameters in VARIANTS[kind]:
+def test_different_kernels_have_different_names(kind: type[KernelSpec]) -> None:
+    names = {kind(**parameters).name for parameters in VARIANTS[kind]}
+    assert len(names) == len(VARIANTS[kind]), "different kernels have the same name"
+
+
+@pytest.mark.slow("writes every variant; a dozen of each spec are fast", but=("False-",))
+@pytest.mark.parametrize("kind", VARIANTS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("every", [False, True])
+def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec], every: bool) -> None:
+    for parameters in VARIANTS[kind][:: 1 if every else -(-len(VARIANTS[kind]) // 12)]:
         spec = kind(**parameters)
         bodies = [module for module, found in ((cpu, CPU_BODIES), (cuda, CUDA_BODIES)) if kind in found]
         if isinstance(spec, specs.CountedFfnSpec) and not spec.is_masked:
@@ -245,5 +253,3 @@ def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None
             on_host, on_gpu = written
             assert (on_gpu.positions, on_gpu.slots) == (on_host.positions, on_host.slots), parameters
             assert on_gpu.tokens == on_host.tokens or parameters["rows"] == 1, parameters
-        names.add(spec.name)
-    assert len(names) == len(VARIANTS[kind]), "different kernels have the same name"

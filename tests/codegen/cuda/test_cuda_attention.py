@@ -96,7 +96,7 @@ def tolerance(rows: int) -> float:
     return 3e-4 if rows > 1 else 2e-5
 
 
-@pytest.mark.slow(SLOW, but=("q8, odd widths", "all options"))
+@pytest.mark.slow(SLOW, but=("all options",))
 @pytest.mark.parametrize("name", ONE)
 def test_one_token(workbench: CudaWorkbench, name: str) -> None:
     for position in (position for position in POSITIONS if position < ONE[name].context):
