@@ -127,6 +127,7 @@ def test_a_signal_that_is_ignored_stays_so(tiny_artifact: Path) -> None:
     slow="starts a process per case",
     closed=("<&- >&- 2>&-", "2>/dev/full", "<&-", ">&-", "2>&-"),
     ended=(("run {} --ids 1,2 -n 2", 0), ("inspect {}", 0), ("run {} -n 2", 2), ("verify /", 4)),
+    fast={"closed": ("<&- >&- 2>&-", "2>/dev/full", ">&-")},
 )
 def test_closed_streams(tiny_artifact: Path, ended: tuple[str, int], closed: str) -> None:
     command, expected = ended

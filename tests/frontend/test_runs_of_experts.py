@@ -78,6 +78,7 @@ def _rows(weights: WeightSource, name: str, transposed: bool, table: Tensor | No
     return PackedRows(name, torch.empty(weights.shape(name), device="meta"), "q6", transposed, table)
 
 
+@pytest.mark.slow("unpacks and rounds numbers many times; others are fast", but=("stacks", "MX", "a tensor", "GG"))
 def test_the_bytes_of_runs_are_those_of_the_whole_stack(weights: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _stacks(weights):
         values = weights.load(name)

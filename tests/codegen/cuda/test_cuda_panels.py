@@ -52,7 +52,7 @@ def test_any_bytes_are_multiplied(workbench: CudaWorkbench, form: str, columns: 
         assert_rows(found, expected + (added if bias else 0), 1e-5 if rows == 1 else 5e-5)
 
 
-@pytest.mark.slow(SLOW, but=("80-q5_k]",))
+@pytest.mark.slow(f"{SLOW}; test_cuda_linear.py has a fast one")
 @pytest.mark.parametrize("form", PANEL_FORMATS)
 @pytest.mark.parametrize("sm", [75, 80])
 def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, sm: int) -> None:

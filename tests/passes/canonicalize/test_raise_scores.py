@@ -83,6 +83,10 @@ _FORMS: dict[str, tuple[Scores, float]] = {
 }
 
 
+@pytest.mark.slow(
+    "runs three passes per form; one of each kind is fast",
+    but=("added mask", "filled", "chosen", "scaled after", "divided"),
+)
 @pytest.mark.parametrize("form", _FORMS)
 def test_scores_become_scaled_dot_product_attention(form: str) -> None:
     """And the rest of the pipeline takes it."""
