@@ -242,6 +242,7 @@ def test_large_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
     check(CudaWorkbench(tmp_path), ("drelu", kind, "", "f16", 1))
 
 
+@pytest.mark.slow(f"{SLOW}; test_cuda_linear.py has a fast one of several tiles")
 @sampled(
     slow=SLOW,
     # A gate that lies apart, one beside up, and none.
@@ -254,7 +255,6 @@ def test_large_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
     ),
     tile=("LARGE", "SMALL"),
     sm=(75, 80),
-    fast={"tile": ("SMALL",), "sm": (80,)},
 )
 def test_several_tiles_of_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: tuple[str, str, str], tile: str, sm: int

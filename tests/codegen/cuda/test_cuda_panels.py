@@ -66,7 +66,8 @@ def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str,
     assert_rows(found, in_chunk(x, weights), 5e-5)
 
 
-@sampled(slow=SLOW, form=PANEL_FORMATS, fast={"form": ("q4_k",)})
+@pytest.mark.slow(f"{SLOW}; test_cuda_norms.py has fast ones")
+@pytest.mark.parametrize("form", PANEL_FORMATS)
 def test_with_an_addition_and_a_norm(workbench: CudaWorkbench, form: str) -> None:
     rng, columns = np.random.default_rng(7), 544
     data, weights = any_matrix(rng, form, 64, columns)
