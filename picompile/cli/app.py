@@ -67,6 +67,11 @@ def report(error: BaseException, *, debug: bool) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
+    if isinstance(error, SystemExit):
+        # rich, which prints tables and helps, ends the process with 1 where nobody reads on.
+        if any(isinstance(cause, BrokenPipeError) for cause in _causes(error)):
+            return BROKEN_PIPE
+        return error.code if isinstance(error.code, int) else INTERNAL if error.code else 0
     code, text = _explain(error)
     if not text:
         return code
@@ -279,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with get_command(app).make_context("picompile", words, obj=session) as context:
                 context.command.invoke(context)
             sys.stdout.flush()
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             # A library may have turned the signal's exception into another error.
             return SIGNALLED + came[0] if came else report(error, debug=session.debug)
     return 0

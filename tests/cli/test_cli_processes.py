@@ -77,10 +77,18 @@ def test_peak_memory_of_run(tiny_artifact: Path, module: str) -> None:
     assert 1024 * int(done.stderr) <= files + cache + 150_000_000
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "run", tiny_artifact, "--ids", "1", "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "ARTIFACT", "--ids", "1", "-n", "60"),
+        ("plan", "--help"),
+        ("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "4090"),
+    ],
+)
+def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path, words: tuple[str, ...]) -> None:
+    """rich, which prints the help and the plan, would end the process with 1."""
+    command = [*COMMAND, *(str(tiny_artifact) if word == "ARTIFACT" else word for word in words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     errors = process.stderr.read()

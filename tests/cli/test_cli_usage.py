@@ -100,6 +100,8 @@ def test_stdin_that_is_not_text_is_refused(cli: Cli, monkeypatch: pytest.MonkeyP
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
         (typer.Exit(0), 0, ""),
+        (SystemExit(3), 3, ""),
+        (SystemExit(), 0, ""),
         (typer.BadParameter("bad\n  thing"), 2, "error: Invalid value: bad thing\n"),
         (MemoryError(), 5, "error: out of memory"),
         (ZeroDivisionError("zero"), 1, "error: internal error: ZeroDivisionError: zero; run with --debug for the tr"),
