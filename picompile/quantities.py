@@ -80,13 +80,15 @@ _BANDWIDTH = re.compile(_NUMBER + r"\s*(?:(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B
 # Longer texts are not sizes, and no machine has more bytes of memory.
 _LONGEST = 40
 _MOST_BYTES = 2**60
+# A budget below it holds no model: whoever writes a smaller number without a unit means GiB, or MiB from 1024 on.
+_LEAST_PLAIN_BYTES = 2**20
 
 
 def parse_bytes(text: str, option: str) -> int:
     """Return the bytes that `text` means, rounded down: `8GB` is 8·10⁹, `8GiB` and `8G` are 8·2³⁰, as in GNU's tools.
 
     Raises:
-        UsageError: `text` is not a size; the message names `option`.
+        UsageError: `text` is not a size, or a number so small that its unit was forgotten; the message names `option`.
     """
     match = _match(_SIZE, text)
     # `i` without a prefix, as in `8i` and `8iB`, is not a unit.
@@ -94,7 +96,14 @@ def parse_bytes(text: str, option: str) -> int:
         raise UsageError(f"{option}: {_quoted(text)} is no size; write it as 8GiB, 8GB, 512MiB or in bytes")
     value = _scaled(match, binary=not match["bytes"] or bool(match["binary"]))
     _check_bound(value, text, option)
+    if not match["prefix"] and not match["bytes"] and 0 < value < _LEAST_PLAIN_BYTES:
+        meant = f"{text.strip()}{'GiB' if value < 1024 else 'MiB'}"
+        raise UsageError(f"{option} {text.strip()} is {_counted_bytes(int(value))}; did you mean {meant}?")
     return int(value)
+
+
+def _counted_bytes(count: int) -> str:
+    return "1 byte" if count == 1 else f"{count} bytes"
 
 
 def parse_budget(text: str, available_bytes: int | None, option: str) -> int:

@@ -12,7 +12,7 @@ from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.train.options import TrainOptions
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes, parse_count, shortened
 
-UNITS = {"": 1, "B": 1, "Gi": 2**30}
+UNITS = {"B": 1, "Gi": 2**30}
 UNITS |= {letter + end: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1) for end in ("", "iB")}
 UNITS |= {f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGT", 1)}
 NUMBERS = st.decimals(0, 9999, places=3, allow_nan=False).map(lambda value: f"{value:f}")
@@ -30,9 +30,27 @@ def test_sizes(number: str, unit: str, data: st.DataObject) -> None:
 
 def test_sizes_by_example() -> None:
     """The last is one that floating point would round."""
-    examples = {"8GB": 8 * 10**9, "24G": 24 * 2**30, ".5k": 512, "1.": 1, "1125899.906842623GB": 1125899906842623}
+    examples = {"8GB": 8 * 10**9, "24G": 24 * 2**30, ".5k": 512, "1.B": 1, "1125899.906842623GB": 1125899906842623}
+    examples |= {"0": 0, "0.0": 0, "1048576": 2**20, " 68719476736 ": 64 * 2**30}
     for text, expected in examples.items():
         assert parse_bytes(text, "--size") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("64", "64 is 64 bytes; did you mean 64GiB?"),
+        (" 1 ", "1 is 1 byte; did you mean 1GiB?"),
+        ("7.5", "7.5 is 7 bytes; did you mean 7.5GiB?"),
+        ("65536", "65536 is 65536 bytes; did you mean 65536MiB?"),
+        ("1048575", "1048575 is 1048575 bytes; did you mean 1048575MiB?"),
+    ],
+)
+def test_small_numbers_without_a_unit_are_refused(text: str, says: str) -> None:
+    for parse in (parse_bytes, _share):
+        with pytest.raises(UsageError) as caught:
+            parse(text, "--size")
+        assert str(caught.value) == f"--size {says}"
 
 
 ABSURD = ["", " ", "-3GiB", "+3GiB", "nan", "inf", "1e400GiB", "1e3", "0x10", "∞", "12 parsecs", "GiB", "1 2", "1,5GiB"]
@@ -76,7 +94,7 @@ def _or_refused(parse: object) -> float | None:
     try:
         return parse()  # type: ignore[no-any-return, operator]
     except UsageError as error:
-        assert str(error).startswith("--size: ")
+        assert str(error).startswith(("--size: ", "--size ")) and "\n" not in str(error)
         return None
 
 
