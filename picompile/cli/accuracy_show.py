@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from picompile.cli.tables import print_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -25,16 +27,13 @@ def reported(artifact: Path) -> dict[str, dict[str, Any]]:
 
 def show_comparison(comparison: Mapping[str, Any]) -> None:
     """Print the comparison of an artifact with its checkpoint: what was read, and a table of the parts."""
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, width=_WIDTH)
     try:
         table, tokens = _table(comparison), f"{comparison['tokens']:,}"
     except (AttributeError, KeyError, TypeError, ValueError):
         print("accuracy against the checkpoint: cannot be read")
         return
     print(f"accuracy against the checkpoint, on {tokens} tokens of {comparison.get('text')}")
-    console.print(table)
+    print_table(table, _WIDTH)
 
 
 def comparison_text(comparison: Mapping[str, Any]) -> str:

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from picompile.cli.accuracy_show import comparison_text, reported, show_comparison
-from picompile.cli.plan_show import size, tokens
+from picompile.cli.plan_show import size, three_digits
 from picompile.cli.skipping_show import skipping_text
+from picompile.cli.tables import print_table
 from picompile.cli.weights_show import weights_text
 from picompile.quantities import format_bytes
 from picompile_runtime import ArtifactError, MachineError, RequestError
@@ -117,7 +117,7 @@ def show_kernels(kernels: Sequence[Mapping[str, Any]]) -> None:
         figures = [str(kernel[key]) for key in _RESOURCES]
         table.add_row(kernel["symbol"], blocks, str(kernel["block"][0]), *figures)
     # Each launch is one line, even if the width of the terminal is not known.
-    Console(markup=False, highlight=False, width=_WIDTH).print(table)
+    print_table(table, _WIDTH)
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def show(facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in _rows(facts):
         table.add_row(name, value)
-    Console().print(table)
+    print_table(table)
     if facts["checkpoint_accuracy"] is not None:
         print()
         show_comparison(facts["checkpoint_accuracy"])
@@ -275,7 +275,7 @@ def _ffn_text(parts: Mapping[str, Mapping[str, int]]) -> str:
 def _plan_text(plan: Mapping[str, Any]) -> str:
     """Return the target, budget and speed of the plan that split the blocks, even if the report is damaged."""
     try:
-        budget, speed = size(plan["accelerator_budget_bytes"]), tokens(plan["tokens_per_s"]).strip()
+        budget, speed = size(plan["accelerator_budget_bytes"]), three_digits(plan["tokens_per_s"])
         return f"for {plan['target']}, {budget} of its GPU memory: {speed} tokens/s predicted, not measured"
     except (KeyError, TypeError, ValueError):
         return "cannot be read"

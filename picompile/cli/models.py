@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from picompile.cli.options import DebugOption, JsonOption
+from picompile.cli.tables import print_table
 from picompile.errors import UsageError
 
 _WIDTH = 170
@@ -79,7 +80,6 @@ def _is_named(entry: Mapping[str, Any], name: str) -> bool:
 
 
 def _print_table(entries: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -88,7 +88,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         table.add_row(entry["class"], entry["model_type"], *_cells(entry))
     # Each row is one line, even if the width of the terminal is not known.
-    Console(markup=False, highlight=False, width=_WIDTH).print(table)
+    print_table(table, _WIDTH)
 
 
 def _cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING
 
+from picompile.cli.tables import print_table
 from picompile.placement.speed import FAST, USABLE, speed_word
 
 if TYPE_CHECKING:
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
 
 # A smaller gain is not worth the trouble, and the cost model is not exact enough to tell it from none.
 WORTH = 1.1
+# Up to this gain the text says how much is enough.
+_NEAR = 1.5
+_ENOUGH = f"it is worth it from {WORTH} times on"
+
+_WIDTH = 80
 
 _MOST_ROWS = 14
 _HEADINGS = {"accelerator": "GPU", "host": "host"}
@@ -35,10 +42,6 @@ _CPU_NOTES = ("Tokens/s are predicted, from the bytes that a token reads; picomp
 
 def show_plan(plan: "Plan", machine: "PlanMachine", prompt: "PromptEstimate | None" = None) -> None:
     """Print a plan, the machine that it is for, and what a prompt takes."""
-    from rich.console import Console
-
-    # No wrapping: a file or a pipe gets whole lines.
-    console = Console(markup=False, highlight=False, soft_wrap=True)
     for text in (
         *_header(plan, machine),
         "",
@@ -47,12 +50,12 @@ def show_plan(plan: "Plan", machine: "PlanMachine", prompt: "PromptEstimate | No
         *_worth(plan, prompt),
         "",
     ):
-        console.print(text)
-    console.print(_memory_table(plan))
-    console.print()
-    console.print(_layer_table(plan))
+        print(text)
+    print_table(_memory_table(plan), _WIDTH)
+    print()
+    print_table(_layer_table(plan), _WIDTH)
     for text in (*(_NOTES if plan.accelerator_budget_bytes else _CPU_NOTES), _TRUST):
-        console.print(text)
+        print(text)
 
 
 def _header(plan: "Plan", machine: "PlanMachine") -> Iterator[str]:
@@ -76,7 +79,7 @@ def _parameters(count: int) -> str:
 def _speed(plan: "Plan") -> Iterator[str]:
     latency = plan.objective == "latency"
     gap = f"no other placement is more than {max(plan.gap, 1e-4):.2%} faster, by this model of costs"
-    yield f"{tokens(plan.tokens_per_s)} tokens/s predicted, {plan.tokens} tokens in the cache"
+    yield f"{_figure(plan.tokens_per_s)} tokens/s predicted, {plan.tokens} tokens in the cache"
     yield f"       ({gap if latency else f'objective {plan.objective}'})"
 
 
@@ -87,13 +90,15 @@ def _prompt(plan: "Plan", prompt: "PromptEstimate | None") -> Iterator[str]:
     from picompile.placement.prompts import ANSWER_TOKENS, gain_with_answer
 
     chunks = f"{prompt.chunks} chunk{'s' if prompt.chunks > 1 else ''} of {size(prompt.copied_bytes)} from the host"
-    yield f"{prompt.total_s:6.2f} s predicted to the first token of a prompt of {prompt.tokens}"
-    caches = f"; caches {prompt.cache_s:.2f} s" if prompt.cache_bytes else ""
-    yield f"       ({chunks}: {prompt.copy_s:.2f} s; arithmetic {prompt.arithmetic_s:.2f} s{caches})"
+    yield f"{_figure(prompt.total_s)} s predicted to the first token of a prompt of {prompt.tokens}"
+    caches = f"; caches {three_digits(prompt.cache_s)} s" if prompt.cache_bytes else ""
+    arithmetic = three_digits(prompt.arithmetic_s)
+    yield f"       ({chunks}: {three_digits(prompt.copy_s)} s; arithmetic {arithmetic} s{caches})"
     gain = gain_with_answer(plan, prompt)
     if gain is not None:
         seconds = prompt.total_s + ANSWER_TOKENS * plan.token_s
-        yield f"{seconds:6.2f} s with an answer of {ANSWER_TOKENS}: {gain:.2f} times as fast as dense inference"
+        times = f"{three_digits(gain)} times"
+        yield f"{_figure(seconds)} s with an answer of {ANSWER_TOKENS}: {times} as fast as dense inference"
 
 
 def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str]:
@@ -102,16 +107,21 @@ def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str
         if speed is None:
             yield f"{'-':>6} {title}: does not fit"
         else:
-            yield f"{tokens(speed)} tokens/s {title}: the plan is {plan.tokens_per_s / speed:.2f} times as fast"
+            gain = three_digits(plan.tokens_per_s / speed)
+            yield f"{_figure(speed)} tokens/s {title}: the plan is {gain} times as fast"
     with_gpu = bool(plan.accelerator_budget_bytes and plan.taken_bytes("accelerator"))
     limits = f"fast: {FAST:.0f} tokens/s or more; usable: {USABLE:.0f} or more"
     yield f"It fits, and is {speed_word(plan.tokens_per_s)} ({limits})."
     if plan.predictor != "none":
-        yield f"Is leaving out neurons worth it? {verdict(plan, prompt)}"
+        yield _wrapped(f"Is leaving out neurons worth it? {verdict(plan, prompt)}")
     elif with_gpu:
-        yield f"Is splitting layers worth it? {verdict(plan, prompt)}"
+        yield _wrapped(f"Is splitting layers worth it? {verdict(plan, prompt)}")
     if plan.accelerator_budget_bytes:
-        yield f"Is the GPU worth it? {gpu_verdict(plan)}"
+        yield _wrapped(f"Is the GPU worth it? {gpu_verdict(plan)}")
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(fill(line, _WIDTH) for line in text.splitlines())
 
 
 def _others(plan: "Plan") -> Iterator[tuple[str, float | None]]:
@@ -131,8 +141,9 @@ def gpu_verdict(plan: "Plan") -> str:
     alone, gain = plan.without_gpu_tokens_per_s, plan.gains["without_gpu"]
     if alone is None or gain is None:
         return "Yes: the host alone does not hold the model."
-    figures = f"{tokens(plan.tokens_per_s).strip()} tokens/s with it, {tokens(alone).strip()} without"
-    return f"{'Yes' if gain >= WORTH else 'No'}: {figures}: {gain:.2f} times."
+    figures = f"{three_digits(plan.tokens_per_s)} tokens/s with it, {three_digits(alone)} without"
+    enough = f"\n{_ENOUGH.capitalize()}." if gain < _NEAR else ""
+    return f"{'Yes' if _is_worth(gain) else 'No'}: {figures}: {three_digits(gain)} times.{enough}"
 
 
 def verdict(plan: "Plan", prompt: "PromptEstimate | None" = None) -> str:
@@ -146,11 +157,20 @@ def verdict(plan: "Plan", prompt: "PromptEstimate | None" = None) -> str:
         both = gain_with_answer(plan, prompt)
     gain = plan.gains["dense"] if both is None else both
     fits = "\nDense, all of it fits on the GPU." if dense_fits_gpu(plan) else ""
-    if gain < WORTH:
-        way = "" if plan.predictor == "none" else "; plan and compile with --predictor none"
-        speed = "as fast as the plan" if gain > 1 / WORTH else f"faster{way}"
-        return f"No: dense inference is {speed}.{fits}"
-    return f"Yes: {gain:.2f} times as fast as dense inference.{fits}"
+    dense = "times as fast as dense inference"
+    if _is_worth(gain):
+        enough = f"; {_ENOUGH}" if gain < _NEAR else ""
+        return f"Yes: {three_digits(gain)} {dense}{enough}.{fits}"
+    if round(gain, 2) >= 1:
+        only = f"only {three_digits(gain)} {dense}" if round(gain, 2) > 1 else "as fast as dense inference"
+        return f"No: the plan is {only}; {_ENOUGH}.{fits}"
+    way = "" if plan.predictor == "none" else "; plan and compile with --predictor none"
+    return f"No: dense inference is faster, {three_digits(1 / gain)} times as fast as the plan{way}.{fits}"
+
+
+def _is_worth(gain: float) -> bool:
+    """Return whether a gain is worth it. It is rounded as it is printed, so that 1.10 never counts as below 1.1."""
+    return round(gain, 2) >= WORTH
 
 
 def dense_fits_gpu(plan: "Plan") -> bool:
@@ -162,9 +182,15 @@ def dense_fits_gpu(plan: "Plan") -> bool:
     return needed <= plan.machine.gpu_bytes
 
 
-def tokens(per_s: float) -> str:
-    """Return tokens per second as text, at least six characters wide."""
-    return f"{per_s:6.2f}" if per_s < 100 else f"{per_s:6,.0f}"
+def three_digits(value: float) -> str:
+    """Return a positive number with three significant digits, which is more than a prediction can have."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
+
+
+def _figure(value: float) -> str:
+    """Return a speed or a time as text, at least six characters wide."""
+    return f"{three_digits(value):>6}"
 
 
 def _memory_table(plan: "Plan") -> "Table":
@@ -227,7 +253,7 @@ def _row(layers: Sequence["PlanLayer"]) -> Iterable[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
+    return three_digits(seconds * 1e3) if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
 
 
 def ranges(layers: Sequence["PlanLayer"]) -> list[list["PlanLayer"]]:

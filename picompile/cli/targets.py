@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from picompile.cli.options import DebugOption, JsonOption
+from picompile.cli.tables import print_table
 from picompile.machine.targets import TARGETS, Target
 from picompile.quantities import format_bytes
 
@@ -38,7 +39,6 @@ def targets_command(json_output: JsonOption = False, debug: DebugOption = False)
 
 
 def _print_table(rows: Sequence[Target]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("target", "machine", box=None, pad_edge=False)
@@ -48,7 +48,7 @@ def _print_table(rows: Sequence[Target]) -> None:
     for row in rows:
         table.add_row(row.name, row.description, *_gpu(row), "plan, compile" if row.compiles else "plan")
     # Each row is one line, even if the width of the terminal is not known.
-    Console(markup=False, highlight=False, width=_WIDTH).print(table)
+    print_table(table, _WIDTH)
 
 
 def _gpu(row: Target) -> tuple[str, str, str, str]:

@@ -16,7 +16,7 @@ import picompile_runtime
 from helpers.hybrid import greedy
 from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
-from picompile.cli.plan_show import gpu_verdict, verdict
+from picompile.cli.plan_show import gpu_verdict, three_digits, verdict
 from picompile.machine import measured as local
 from picompile.machine.host import Host
 from picompile.machine.targets import HOST_DENSE_EFFICIENCY, HOST_EFFICIENCY, pcie_bytes_per_s
@@ -55,7 +55,7 @@ def test_a_plan_of_a_named_shape(cli: Cli) -> None:
     ):
         assert words in ended.out
     lines = ended.out.splitlines()
-    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
     page, section = lines[-1].removeprefix("What is measured and what assumed: ").split(", ")
     assert f"\n### {section}\n" in (Path(__file__).parents[2] / page).read_text()
     rows = {line.split()[0]: line for line in lines if line}
@@ -258,7 +258,12 @@ def test_takes_trained_predictors(cli: Cli, tiny_model: Path, tiny_profile: Path
 
 DENSE = "times as fast as dense inference."
 FITS = "\nDense, all of it fits on the GPU."
-SAME = "No: dense inference is as fast as the plan."
+ENOUGH = "it is worth it from 1.1 times on."
+SAME = f"No: the plan is as fast as dense inference; {ENOUGH}"
+ONLY = f"No: the plan is only 1.05 times as fast as dense inference; {ENOUGH}"
+NEAR = f"Yes: 1.25 times as fast as dense inference; {ENOUGH}"
+LEFT_OUT = "; plan and compile with --predictor none."
+FASTER = f"No: dense inference is faster, 1.05 times as fast as the plan{LEFT_OUT}"
 
 
 def test_the_verdict_on_a_plan(curve_plan: Plan) -> None:
@@ -267,11 +272,14 @@ def test_the_verdict_on_a_plan(curve_plan: Plan) -> None:
     for rows, dense, gpu_bytes, says in (
         ([*host, *gpu], {}, 949, "Yes: dense, the model does not fit this machine."),
         ([*host, *gpu], {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}"),
-        ([*host, *gpu], {"host": 2.0, "layers-first": 8.0}, 949, f"Yes: 1.25 {DENSE}"),
+        ([*host, *gpu], {"host": 2.0, "layers-first": 8.0}, 949, NEAR),
         ([*host, *gpu], {"host": 2.0}, 1000, f"Yes: 5.00 {DENSE}{FITS}"),
-        ([*host, *gpu], {"host": 9.5}, 949, SAME),
-        ([*host, *gpu], {"host": 10.5}, 1000, SAME + FITS),
-        ([*host, *gpu], {"host": 12.0}, 949, "No: dense inference is faster; plan and compile with --predictor none."),
+        ([*host, *gpu], {"host": 9.5}, 949, ONLY),
+        ([*host, *gpu], {"host": 9.98}, 1000, SAME + FITS),
+        ([*host, *gpu], {"host": 10.0}, 949, SAME),
+        ([*host, *gpu], {"host": 10.5}, 949, FASTER),
+        # 1.096 is printed as 1.10, so it counts as that.
+        ([*host, *gpu], {"host": 10 / 1.096}, 949, NEAR.replace("1.25", "1.10")),
         (host, {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}"),
     ):
         machine = replace(curve_plan.machine, gpu_bytes=gpu_bytes)
@@ -284,9 +292,10 @@ def test_whether_a_gpu_is_worth_it(curve_plan: Plan) -> None:
     """A buyer compares the machine with the GPU and without it, however the model runs best there."""
     on_gpu, on_host = (MemoryRow("accelerator", "attention", 50),), (MemoryRow("host", "attention", 50),)
     for memory, sparse, dense, says in (
-        (on_gpu, 2.0, {"host": 1.0}, "Yes: 10.00 tokens/s with it, 2.00 without: 5.00 times."),
-        (on_gpu, 2.0, {"host": 4.0}, "Yes: 10.00 tokens/s with it, 4.00 without: 2.50 times."),
-        (on_gpu, 9.5, {}, "No: 10.00 tokens/s with it, 9.50 without: 1.05 times."),
+        (on_gpu, 2.0, {"host": 1.0}, "Yes: 10.0 tokens/s with it, 2.00 without: 5.00 times."),
+        (on_gpu, 2.0, {"host": 4.0}, "Yes: 10.0 tokens/s with it, 4.00 without: 2.50 times."),
+        (on_gpu, 8.0, {}, f"Yes: 10.0 tokens/s with it, 8.00 without: 1.25 times.\nI{ENOUGH[1:]}"),
+        (on_gpu, 9.5, {}, f"No: 10.0 tokens/s with it, 9.50 without: 1.05 times.\nI{ENOUGH[1:]}"),
         (on_gpu, None, {"layers-first": 3.0}, "Yes: the host alone does not hold the model."),
         (on_host, 10.0, {"host": 1.0}, "No: nothing is put on it, which would cost more than it saves."),
     ):
@@ -305,11 +314,25 @@ def test_both_gains_are_printed_and_in_json(cli: Cli) -> None:
         "dense": pytest.approx(plan["tokens_per_s"] / max(plan["baselines"].values())),
         "without_gpu": pytest.approx(plan["tokens_per_s"] / host["tokens_per_s"]),
     }
-    with_it, without = plan["tokens_per_s"], host["tokens_per_s"]
-    gain = f"{with_it / without:.2f} times"
-    assert f"Is the GPU worth it? Yes: {with_it:.2f} tokens/s with it, {without:.2f} without: {gain}.\n" in ended.out
-    assert f"\n{without:6.2f} tokens/s on the CPU alone: the plan is {gain} as fast\n" in ended.out
+    with_it, without = (three_digits(each["tokens_per_s"]) for each in (plan, host))
+    gain = f"{three_digits(plan['tokens_per_s'] / host['tokens_per_s'])} times"
+    assert f"Is the GPU worth it? Yes: {with_it} tokens/s with it, {without} without: {gain}.\n" in ended.out
+    assert f"\n{without:>6} tokens/s on the CPU alone: the plan is {gain} as fast\n" in ended.out
     assert "\n       (no other placement is more than 0.01% faster, by this model of costs)\n" in ended.out
+
+
+def test_figures_have_three_digits() -> None:
+    figures = {
+        0.123456: "0.123",
+        2.0: "2.00",
+        11.162: "11.2",
+        97.804: "97.8",
+        99.96: "100",
+        102.4: "102",
+        1234.5: "1,230",
+    }
+    for value, text in figures.items():
+        assert three_digits(value) == text
 
 
 @pytest.fixture
