@@ -177,15 +177,19 @@ def plan_command(
         of_prompt = {} if prompt is None else {"prompt": made.prompt and made.prompt.to_json()}
         print(json.dumps(made.plan.to_json() | of_prompt, ensure_ascii=False))
     else:
-        show_plan(made.plan, made.machine, made.prompt)
+        show_plan(made.plan, made.machine, made.activation, made.prompt)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A plan, the machine that it is for, and what a prompt takes, None if nobody asked or nobody can say."""
+    """A plan, the machine that it is for, the model's activation in the dialect's text, and what a prompt takes.
+
+    `prompt` is None if nobody asked or nobody can say.
+    """
 
     plan: "Plan"
     machine: PlanMachine
+    activation: str
     prompt: "PromptEstimate | None"
 
 
@@ -205,7 +209,9 @@ def _make(
     options = PlanOptions(target.name, machine.machine, fingerprint=found.fingerprint, **vars(goal))
     with shown.step("plan"):
         model, plan = plan_found(found, options)
-    return _Made(plan, machine, None if prompt is None else _estimate(model, plan, target, prompt, shown))
+    return _Made(
+        plan, machine, found.activation, None if prompt is None else _estimate(model, plan, target, prompt, shown)
+    )
 
 
 def _estimate(

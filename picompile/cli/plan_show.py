@@ -6,6 +6,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from picompile.cli.tables import print_table
+from picompile.frontend.activation import activation_title
 from picompile.placement.speed import FAST, USABLE, speed_word
 
 if TYPE_CHECKING:
@@ -40,10 +41,17 @@ _TRUST = "What is measured and what assumed: docs/cli.md, How far to trust a pla
 _CPU_NOTES = ("Tokens/s are predicted, from the bytes that a token reads; picompile bench measures an artifact.",)
 
 
-def show_plan(plan: "Plan", machine: "PlanMachine", prompt: "PromptEstimate | None" = None) -> None:
-    """Print a plan, the machine that it is for, and what a prompt takes."""
+def show_plan(plan: "Plan", machine: "PlanMachine", activation: str, prompt: "PromptEstimate | None" = None) -> None:
+    """Print a plan, the machine that it is for, and what a prompt takes.
+
+    Args:
+        plan: the plan.
+        machine: the machine.
+        activation: the model's, in the dialect's text.
+        prompt: what a prompt takes, None if that is not known.
+    """
     for text in (
-        *_header(plan, machine),
+        *_header(plan, machine, activation),
         "",
         *_speed(plan),
         *_prompt(plan, prompt),
@@ -58,10 +66,11 @@ def show_plan(plan: "Plan", machine: "PlanMachine", prompt: "PromptEstimate | No
         print(text)
 
 
-def _header(plan: "Plan", machine: "PlanMachine") -> Iterator[str]:
+def _header(plan: "Plan", machine: "PlanMachine", activation: str) -> Iterator[str]:
     several = "" if plan.sequences == 1 else f", {plan.sequences} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
-    yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{several}"
+    model = f"{plan.model}, {_parameters(plan.parameters)}, {activation_title(activation)}"
+    yield f"model   {model}, {plan.quant}, context {plan.context}{several}"
     if chosen := {(layer.chosen, layer.experts) for layer in plan.layers if layer.experts}:
         yield f"experts {', '.join(f'{some} of {all_of}' for some, all_of in sorted(chosen))} for a token"
     yield f"firing  {plan.firing}; predictor {plan.predictor}"

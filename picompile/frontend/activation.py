@@ -15,6 +15,18 @@ _FIELDS = (
     *("hidden_act", "activation_function", "hidden_activation", "activation"),
     *("mlp_hidden_act", "ff_activation", "afn"),
 )
+# How papers write the dialect's names.
+_TITLES = {
+    "relu": "ReLU",
+    "relu2": "ReLU²",
+    "relu6": "ReLU6",
+    "fatrelu": "FATReLU",
+    "silu": "SiLU",
+    "clamped_swish": "clamped SiLU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELU",
+    "quick_gelu": "GELU",
+}
 _FATRELU = re.compile(r"fatrelu\(([^()]+)\)")
 
 
@@ -43,6 +55,12 @@ def dialect_text(activation: str) -> str:
             f"unknown activation {shortened(repr(activation))}; known are {', '.join(ACTIVATIONS)}, fatrelu(THRESHOLD)"
         )
     return ACTIVATIONS[activation]
+
+
+def activation_title(text: str) -> str:
+    """Return how papers write the activation whose dialect text this is: `ReLU` for `relu`."""
+    name = text.partition("(")[0]
+    return _TITLES.get(name, name)
 
 
 def with_activation(raw: Mapping[str, Any], activation: str | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from picompile.choices import (
     resolve_context,
 )
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.frontend.activation import with_activation
+from picompile.frontend.activation import activation_title, with_activation
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.facts import has_experts, names_experts, no_accelerator
@@ -137,14 +137,16 @@ def made_profile(model: Path, work: Path | None, options: ProfileOptions, progre
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's bytes and its firing, and the checkpoint's fingerprint, None for a shape.
+    """A model's bytes and its firing, its activation in the dialect's text, and the checkpoint's fingerprint.
 
-    `whole` has the bytes if an accelerator computes every neuron of all blocks, where formats depend on that.
+    A shape has no fingerprint. `whole` has the bytes if an accelerator computes every neuron of all blocks, where
+    formats depend on that.
     """
 
     model: ModelBytes
     firing: Firing
     fingerprint: str | None
+    activation: str
     whole: ModelBytes | None = None
 
 
@@ -224,9 +226,13 @@ def _of_config(
     packing = _packing(options, config.get("max_position_embeddings"), activation, mixture=mixture)
     if packing.predictor != "none" and source.profile is None and source.curve is None:
         profiled = "" if options.hub_name is None else "; or --work DIR, to download the model and to profile it there"
+        if parse_activation(activation).sparse:
+            why = f"its neurons fire sparsely ({activation_title(activation)}), and --firing says how often"
+        else:
+            why = f"predictor {packing.predictor} leaves out silent neurons, and --firing says how many fire"
         raise UsageError(
-            f"{options.hub_name or name}: predictor {packing.predictor} leaves out silent neurons, so give --firing: "
-            f"the name of a curve, such as opt, or a share, such as 10%{profiled}"
+            f"{options.hub_name or name}: {why}; give the name of a curve, such as opt, or a share, such as "
+            f"10%{profiled}"
         )
     _say_of_firing(name, options, packing, activation, progress)
     ranks = source.typical(_layers(config))
@@ -235,7 +241,7 @@ def _of_config(
             model = shape_bytes(name, config, packing, ranks)
             if options.predictor_input == "previous":
                 model = predicting_early(model, range(len(model.layers)))
-            return PlannedModel(model, model_firing(model, source, None), fingerprint)
+            return PlannedModel(model, model_firing(model, source, None), fingerprint, activation)
 
         predictors = load_predictors(options.predictors)
         # Checked before all layers are captured, which takes seconds for a few.
@@ -249,7 +255,7 @@ def _of_config(
         graph_module = capture_config(config)
         predictors.require_model(fingerprint, _block_shapes(graph_module))
         model = count_bytes(name, graph_module, packing, predictors, firing=ranks)
-        return PlannedModel(model, model_firing(model, source, predictors), fingerprint)
+        return PlannedModel(model, model_firing(model, source, predictors), fingerprint, activation)
 
 
 def _say_of_firing(name: str, options: ModelOptions, packing: Packing, activation: str, progress: Progress) -> None:
@@ -303,7 +309,7 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
             model, whole = count(packing), None
         else:
             model, whole = _stored_bytes(captured, packing, count, on_gpu=options.on_gpu)
-        return PlannedModel(model, model_firing(model, source, predictors), mark, whole)
+        return PlannedModel(model, model_firing(model, source, predictors), mark, facts.activation, whole)
 
 
 def _check_target(name: str, options: ModelOptions) -> None:

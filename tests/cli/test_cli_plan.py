@@ -46,7 +46,12 @@ def test_a_plan_of_a_named_shape(cli: Cli) -> None:
     ended = cli("plan", "--shape", "opt-175b", "--firing", "opt", "--target", "4090", "--host-memory", "128GiB")
     assert (ended.code, ended.err) == (0, "")
     for words in (
-        *("opt-175b, 1", "the curve opt; predictor learned", "4090: GeForce RTX 4090", "128 GiB at 51.2 GB/s"),
+        *(
+            "opt-175b, 175 B parameters, ReLU, q4m, context 2048",
+            "the curve opt; predictor learned",
+            "4090: GeForce RTX 4090",
+            "128 GiB at 51.2 GB/s",
+        ),
         *(
             "tokens/s predicted, 1024 tokens in the cache",
             "Is leaving out neurons worth it? Yes: ",
@@ -189,6 +194,7 @@ def test_silu_models_have_no_predictor_unless_asked(cli: Cli, tmp_path: Path) ->
     assert relu["predictor"] == "learned"
     assert relu == _plan(cli, "--shape", "tiny-reglu", *words[2:], "--firing", "30%") | {"model": "silu"}
     shown = cli("plan", *words).out
+    assert "parameters, SiLU, " in shown
     # Dense on the CPU alone is what the plan does: there is nothing to compare it with.
     assert "It fits, and is fast" in shown and "worth it" not in shown and "alone" not in shown
     split = cli("plan", *words[:2], *SLOW_HOST).out
@@ -362,7 +368,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
     before = sorted(tmp_path.rglob("*"))
     for words, message in (
         ((), "give one of MODEL"),
-        (("--shape", "tiny-reglu"), "tiny-reglu: predictor learned leaves out silent neurons, so give --firing"),
+        (("--shape", "tiny-reglu"), "tiny-reglu: its neurons fire sparsely (ReLU), and --firing says how often; give"),
         ((*CURVE, "--profile", tiny_profile), "--profile applies to a model"),
         (("--shape", "nosuch", "--firing", "opt"), "unknown shape 'nosuch'"),
         (("--shape", other, "--firing", "opt"), "not a JSON object"),
@@ -507,7 +513,7 @@ def test_shapes_need_no_firing_where_every_neuron_is_computed(cli: Cli) -> None:
     found = _plan(cli, "--shape", "tiny-reglu", "--predictor", "none", "--target", "cpu")
     assert found["firing"] == "every neuron"
     assert all(layer["computed"] == layer["neurons"] for layer in found["layers"])
-    assert_refused(cli("plan", "--shape", "tiny-reglu", "--target", "cpu"), 2, "so give --firing")
+    assert_refused(cli("plan", "--shape", "tiny-reglu", "--target", "cpu"), 2, "--firing says how often")
 
 
 def test_what_is_read_in_order_is_read_faster_here(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_the_command_plans_mixtures_for_cpus_alone(cli: Cli, tmp_path: Path) -> 
     assert "experts 2 of 8 for a token" in plan.out
     for options, code, text in (
         (("--target", "4090", "--firing", "10%"), 3, "is a mixture of experts, which CPUs alone compute for now"),
-        (("--target", "cpu"), 2, "leaves out silent neurons, so give --firing"),
+        (("--target", "cpu"), 2, "fire sparsely"),
     ):
         refused = cli("plan", "--shape", "tiny-mixture", *options)
         assert (refused.code, refused.err.count("error:")) == (code, 1)
