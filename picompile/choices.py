@@ -5,6 +5,7 @@ from typing import TypeGuard
 
 from picompile.errors import UsageError
 from picompile.options import Option, one_of
+from picompile.quantities import shortened
 from picompile_passes.formats import CACHE_FORMATS, FORMATS
 
 # The built-in formats of matrices; packages may offer more, which `FORMATS` has as well.
@@ -137,10 +138,45 @@ PREDICTOR_QUANT = Option(
 def check_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format whose rows kernels can read, `stored`, a budget, or `auto`."""
     if quant in FORMATS and not FORMATS[quant].rows:
-        raise UsageError(f"{quant} is a format of quantized checkpoints alone, which keep it with --quant {STORED}")
+        raise UsageError(
+            f"{quant} is a format of quantized checkpoints alone, which keep it with --quant {STORED}"
+            f"{_near_hint(quant)}"
+        )
     if quant not in FORMATS and quant not in (STORED, FOUR_BITS) and not is_budget(quant):
         known = ", ".join((FOUR_BITS, *row_formats(), STORED))
-        raise UsageError(f"unknown quantization {quant!r}; known are {known}, auto, and budgets like 5.2bpw")
+        raise UsageError(
+            f"unknown quantization {shortened(repr(quant))}; known are {known}, auto, and budgets like 5.2bpw"
+            f"{_near_hint(quant)}"
+        )
+
+
+def _near_hint(quant: str) -> str:
+    """Return the end of a message that names the format nearest to a name of GGUF files; '' for other names."""
+    near = nearest_format(quant)
+    return "" if near is None else f"; {near} is nearest to {quant}"
+
+
+# The size of a K quantization, which ends a file's name behind the type of most of its tensors: Q4_K_M.
+_GGUF_MIX = re.compile(r"_(?:XS|S|M|L|XL)$")
+
+
+def nearest_format(name: str) -> str | None:
+    """Return the value of --quant whose bits are nearest to those of a GGUF format such as `Q4_K_M`, in any case.
+
+    Of two that are as near it is the one of more bits. A format that has the same numbers, or the same name in small
+    letters, is nearest. None if GGML has no such type.
+    """
+    types = {ggml: FORMATS[each] for each in FORMATS.builtin for ggml in FORMATS[each].ggml}
+    if has_rows(name.lower()):
+        return name.lower()
+    of_file = name.upper()
+    codec = types.get(of_file) or types.get(_GGUF_MIX.sub("", of_file))
+    if codec is None:
+        return None
+    if codec.rows:
+        return codec.name
+    near = min(reversed(BUDGET_FORMATS), key=lambda each: abs(FORMATS[each].bits - codec.bits))
+    return FOUR_BITS if near == base_format(FOUR_BITS) else near
 
 
 def is_calibrated(quant: str) -> bool:
@@ -162,6 +198,15 @@ def base_format(quant: str) -> str:
 def planned_format(quant: str) -> str:
     """Return what a plan calls the weights of a model in `quant`: `stored`, or the format `base_format`."""
     return quant if quant == STORED else base_format(quant)
+
+
+def planned_title(quant: str | None, planned: str) -> str:
+    """Return what a user calls the weights of a plan: `quant` is the value of --quant, `planned` the plan's format."""
+    if quant is None:
+        quant = DEFAULT_QUANT
+    if is_budget(quant):
+        return f"{quant} (planned as {planned})"
+    return FOUR_BITS if quant == FOUR_BITS and planned == base_format(FOUR_BITS) else planned
 
 
 def default_predictor(activation: str) -> str:

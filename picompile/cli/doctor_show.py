@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from picompile.choices import planned_title
 from picompile.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ def models_table(estimates: Sequence["Estimate"]) -> Iterator[str]:
     if not estimates:
         return
     first = estimates[0]
+    weights = f"about 4 bits ({planned_title(None, first.quant)})"
     yield from _filled(
-        f"Predicted for models in about 4 bits ({first.quant}), a context of {first.context:,} tokens and "
-        f"{first.tokens:,} of them filled:"
+        f"Predicted for models in {weights}, a context of {first.context:,} tokens and {first.tokens:,} of them filled:"
     )
     yield ""
     yield f"{'model':18} {'parameters':>10} {'experts':>10} {'memory':>8} {'tokens/s':>9}"
@@ -65,7 +66,8 @@ def models_table(estimates: Sequence["Estimate"]) -> Iterator[str]:
     yield from _filled(
         f"Models may take {format_bytes(first.available_bytes)} of the memory that is available now. Speeds are "
         "predictions, from the bytes that a token reads; no model was run. fast: 10 tokens/s or more. usable: 3 or "
-        "more. picompile bench measures a compiled model."
+        "more. picompile bench measures a compiled model. picompile plan --shape NAME predicts one of these models in "
+        "detail, also for other machines (picompile targets)."
     )
 
 

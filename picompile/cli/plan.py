@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from picompile.choices import DEFAULT_QUANT, STORED, planned_format
+from picompile.choices import DEFAULT_QUANT, STORED, check_quant, planned_format, planned_title
 from picompile.cli.checks import require_output_file
 from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
@@ -24,6 +24,7 @@ from picompile.placement.machine import MachineOptions, PlanMachine, check_machi
 from picompile.placement.model_options import ModelOptions
 from picompile.processes import uncollected
 from picompile.progress import Progress
+from picompile.spelling import find_name
 
 if TYPE_CHECKING:
     from picompile.placement.model_bytes import ModelBytes
@@ -53,6 +54,8 @@ def check_model_options(options: ModelOptions) -> None:
             "give one of MODEL (a Hugging Face folder or a GGUF file), PROFILE (of picompile profile) and --shape"
         )
     _check_firing(options)
+    if options.quant is not None:
+        check_quant(options.quant)
     if options.quant == STORED and (options.shape is not None or options.is_profile):
         raise UsageError(f"--quant {STORED} applies to a quantized model, whose file has its numbers; choose a format")
     if options.predictor_input is not None:
@@ -106,6 +109,8 @@ def with_model(options: ModelOptions, text: str) -> ModelOptions:
     """
     model = parse_model(text)
     if isinstance(model, Path) or options.shape is not None:
+        if options.shape is None and not Path(text).exists():
+            _refuse_shape(text)
         return replace(options, source=Path(text))
     for name in ("profile", "predictors"):
         folder = getattr(options, name)
@@ -117,6 +122,14 @@ def with_model(options: ModelOptions, text: str) -> ModelOptions:
         if config is not None:
             return replace(options, shape=str(config), hub_name=text)
         return replace(options, source=resolve_model(text, shown))
+
+
+def _refuse_shape(text: str) -> None:
+    """Raise `UsageError` if `text`, given as MODEL, is the name of a shape."""
+    from picompile.synth.shapes import shape_names
+
+    if name := find_name(text, shape_names()):
+        raise UsageError(f"{text}: no such file or folder; it is the name of a shape, so write --shape {name}")
 
 
 def plan_command(
@@ -177,7 +190,8 @@ def plan_command(
         of_prompt = {} if prompt is None else {"prompt": made.prompt and made.prompt.to_json()}
         print(json.dumps(made.plan.to_json() | of_prompt, ensure_ascii=False))
     else:
-        show_plan(made.plan, made.machine, made.activation, made.prompt)
+        quant = planned_title(model_options.quant, made.plan.quant)
+        show_plan(made.plan, made.machine, activation=made.activation, quant=quant, prompt=made.prompt)
 
 
 @dataclass(frozen=True)

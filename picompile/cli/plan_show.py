@@ -41,17 +41,20 @@ _TRUST = "What is measured and what assumed: docs/cli.md, How far to trust a pla
 _CPU_NOTES = ("Tokens/s are predicted, from the bytes that a token reads; picompile bench measures an artifact.",)
 
 
-def show_plan(plan: "Plan", machine: "PlanMachine", activation: str, prompt: "PromptEstimate | None" = None) -> None:
+def show_plan(
+    plan: "Plan", machine: "PlanMachine", *, activation: str, quant: str, prompt: "PromptEstimate | None" = None
+) -> None:
     """Print a plan, the machine that it is for, and what a prompt takes.
 
     Args:
         plan: the plan.
         machine: the machine.
         activation: the model's, in the dialect's text.
+        quant: the format of its weights, as the user calls it.
         prompt: what a prompt takes, None if that is not known.
     """
     for text in (
-        *_header(plan, machine, activation),
+        *_header(plan, machine, activation, quant),
         "",
         *_speed(plan),
         *_prompt(plan, prompt),
@@ -66,11 +69,11 @@ def show_plan(plan: "Plan", machine: "PlanMachine", activation: str, prompt: "Pr
         print(text)
 
 
-def _header(plan: "Plan", machine: "PlanMachine", activation: str) -> Iterator[str]:
+def _header(plan: "Plan", machine: "PlanMachine", activation: str, quant: str) -> Iterator[str]:
     several = "" if plan.sequences == 1 else f", {plan.sequences} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
     model = f"{plan.model}, {_parameters(plan.parameters)}, {activation_title(activation)}"
-    yield f"model   {model}, {plan.quant}, context {plan.context}{several}"
+    yield f"model   {model}, {quant}, context {plan.context}{several}"
     if chosen := {(layer.chosen, layer.experts) for layer in plan.layers if layer.experts}:
         yield f"experts {', '.join(f'{some} of {all_of}' for some, all_of in sorted(chosen))} for a token"
     yield f"firing  {plan.firing}; predictor {plan.predictor}"

@@ -11,6 +11,7 @@ from picompile.frontend.families import activation_text
 from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.model_file import CONFIG, folder_name
+from picompile.quantities import shortened
 from picompile.spelling import did_you_mean, find_name
 from picompile.synth.dense import DENSE
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
@@ -353,18 +354,25 @@ def find_shape(text: str) -> ModelShape:
     return SHAPES[text] if text in SHAPES else shape_from_config(*find_config(text))
 
 
+def shape_names() -> tuple[str, ...]:
+    """Return the names of all shapes, those that synth cannot make among them."""
+    return (*SHAPES, *MIXTURES, *DENSE)
+
+
 def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the fields of the `config.json` that `text` names, as `find_shape` does.
 
     What synth cannot make is found as well. Raises as `find_shape` does.
     """
-    known, path = (*SHAPES, *MIXTURES, *DENSE), Path(text)
+    known, path = shape_names(), Path(text)
     name = text if text in known or path.is_file() else find_name(text, known)
     if name is None:
         near = did_you_mean(text, known)
-        file = "a JSON file with the fields of a config.json"
-        ways = f"{near} A shape is also {file}" if near else f"name {file}, or {', '.join(known)}"
-        raise UsageError(f"unknown shape {text!r}; {ways}")
+        ways = f"{near} " if near else ""
+        raise UsageError(
+            f"unknown shape {shortened(repr(text))}; {ways}docs/cli.md, plan, lists the names; a file with the fields "
+            "of a config.json is a shape, too"
+        )
     if name in SHAPES:
         return name, SHAPES[name].config
     for others in (MIXTURES, DENSE):

@@ -22,7 +22,7 @@ from picompile.machine.host import Host
 from picompile.machine.targets import HOST_DENSE_EFFICIENCY, HOST_EFFICIENCY, pcie_bytes_per_s
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
-from picompile.synth.shapes import SHAPES
+from picompile.synth.shapes import SHAPES, shape_names
 from picompile_runtime.devices.cuda.driver import CudaError
 
 CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")
@@ -47,7 +47,7 @@ def test_a_plan_of_a_named_shape(cli: Cli) -> None:
     assert (ended.code, ended.err) == (0, "")
     for words in (
         *(
-            "opt-175b, 175 B parameters, ReLU, q4m, context 2048",
+            "opt-175b, 175 B parameters, ReLU, 4bit, context 2048",
             "the curve opt; predictor learned",
             "4090: GeForce RTX 4090",
             "128 GiB at 51.2 GB/s",
@@ -327,6 +327,22 @@ def test_both_gains_are_printed_and_in_json(cli: Cli) -> None:
     assert "\n       (no other placement is more than 0.01% faster, by this model of costs)\n" in ended.out
 
 
+def test_the_names_of_shapes_are_in_the_docs() -> None:
+    section = (Path(__file__).parents[2] / "docs" / "cli.md").read_text().split("\n## plan\n")[1].split("\n## ")[0]
+    assert [name for name in shape_names() if f"`{name}`" not in section] == []
+
+
+def test_formats_have_the_names_that_users_gave(cli: Cli) -> None:
+    for words, name in (
+        ((), "4bit"),
+        (("--quant", "4bit"), "4bit"),
+        (("--quant", "q4m"), "q4m"),
+        (("--quant", "q8"), "q8"),
+        (("--quant", "5.2bpw"), "5.2bpw (planned as q6)"),
+    ):
+        assert f" parameters, ReLU, {name}, context " in cli("plan", *CURVE, *words).out
+
+
 def test_figures_have_three_digits() -> None:
     figures = {
         0.123456: "0.123",
@@ -370,7 +386,10 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
         ((), "give one of MODEL"),
         (("--shape", "tiny-reglu"), "tiny-reglu: its neurons fire sparsely (ReLU), and --firing says how often; give"),
         ((*CURVE, "--profile", tiny_profile), "--profile applies to a model"),
-        (("--shape", "nosuch", "--firing", "opt"), "unknown shape 'nosuch'"),
+        (("--shape", "nosuch", "--firing", "opt"), "unknown shape 'nosuch'; docs/cli.md, plan, lists the names"),
+        (("--shape", "llama3-70b"), "did you mean llama-70b or llama-3.3-70b or llama-7b? docs/cli.md, plan, lists"),
+        (("Llama 3.3 70B",), "it is the name of a shape, so write --shape llama-3.3-70b"),
+        ((*CURVE, "--quant", "Q4_K_M"), "known are 4bit, f16, q8, q6, q4m, q4, mxfp4, stored, auto, and budgets"),
         (("--shape", other, "--firing", "opt"), "not a JSON object"),
         (("--shape", "tiny-reglu", "--firing", "luck"), "'luck' is no firing curve"),
         ((*CURVE, "--target", "9999"), "unknown target '9999'"),

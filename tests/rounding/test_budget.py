@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picompile.choices import BUDGET_FORMATS, is_budget, parse_bits
+from picompile.choices import BUDGET_FORMATS, check_quant, is_budget, nearest_format, parse_bits
 from picompile.errors import UsageError
 from picompile.progress import NoProgress
 from picompile.rounding.budget import MatrixUnit, fit_budget, fit_loss, mean_bits
@@ -134,3 +134,23 @@ def test_losses_are_read_for_the_same_inputs_alone(transformed, tmp_path):
     assert read_losses(tmp_path / "nothing.json", "these") is None
     (tmp_path / "losses.json").write_text("{")
     assert read_losses(tmp_path / "losses.json", "these") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        *(("Q4_K_M", "4bit"), ("q4_k_s", "4bit"), ("Q4_1", "4bit"), ("Q4_0", "q4"), ("IQ4_XS", "q4"), ("Q3_K_L", "q4")),
+        *(("IQ2_S", "q4"), ("Q5_K_M", "q6"), ("Q6_K", "q6"), ("Q8_0", "q8"), ("MXFP4", "mxfp4"), ("F16", "f16")),
+    ],
+)
+def test_formats_of_gguf_files_are_refused_with_the_nearest(name: str, nearest: str) -> None:
+    assert nearest_format(name) == nearest
+    with pytest.raises(UsageError, match=f"; {nearest} is nearest to {name}$"):
+        check_quant(name)
+
+
+def test_other_names_have_no_nearest_format() -> None:
+    for name in ("q9", "K_M", "", "4bit"):
+        assert nearest_format(name) is None
+    with pytest.raises(UsageError, match=r"and budgets like 5\.2bpw$"):
+        check_quant("q9")
