@@ -220,7 +220,13 @@ def _make(
         shown.say(machine.warning)
     target = machine.target
     found = find_model(replace(model_options, on_gpu=target.vram_bytes > 0), shown)
-    options = PlanOptions(target.name, machine.machine, fingerprint=found.fingerprint, **vars(goal))
+    options = PlanOptions(
+        target.name,
+        machine.machine,
+        fingerprint=found.fingerprint,
+        most_gpu_bytes=machine.usable_bytes,
+        **vars(goal),
+    )
     with shown.step("plan"):
         model, plan = plan_found(found, options)
     return _Made(

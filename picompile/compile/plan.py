@@ -125,7 +125,7 @@ def _plan_options(machine: MachineOptions, mark: str | None, progress: Progress)
     found = find_machine(machine)
     if found.warning is not None:
         progress.say(found.warning)
-    return PlanOptions(found.target.name, found.machine, fingerprint=mark)
+    return PlanOptions(found.target.name, found.machine, fingerprint=mark, most_gpu_bytes=found.usable_bytes)
 
 
 def _count_model(config: CompileConfig, captured: Captured, predictors: Predictors | None) -> ModelBytes:

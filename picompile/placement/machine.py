@@ -109,7 +109,8 @@ class PlanMachine:
     """The machine to plan for, with its budgets, margins not taken off.
 
     `host_source` says where the host's figures are from, for people, and `shares_source` where the shares of its
-    bandwidth are from that kernels reach. `warning` says what is odd about the budgets.
+    bandwidth are from that kernels reach. `warning` says what is odd about the budgets. `usable_bytes` is the most that
+    programs get of the GPU's memory, 0 without a GPU.
     """
 
     machine: Machine
@@ -117,6 +118,7 @@ class PlanMachine:
     host_source: str
     shares_source: str
     warning: str | None = None
+    usable_bytes: int = 0
 
 
 def check_machine_options(options: MachineOptions) -> None:
@@ -202,7 +204,7 @@ def _with_gpu(
             f"--vram-budget {options.vram_budget} is more than {usable_bytes / 2**30:.1f} GiB, which is what programs "
             f"get of {target.description}'s memory"
         )
-    return PlanMachine(machine_of(target, gpu_bytes, *host), target, *sources, warning)
+    return PlanMachine(machine_of(target, gpu_bytes, *host), target, *sources, warning, usable_bytes)
 
 
 def _host_budget(text: str, available_bytes: int | None) -> int:

@@ -32,12 +32,16 @@ from picompile.placement.times import GROUP_NEURONS, PartPlaces, computed_by_gro
 
 @dataclass(frozen=True)
 class PlanOptions(PlanGoal):
-    """The options of a plan: its goal, and the machine, which has the budgets as `gpu_bytes` and `host_bytes`."""
+    """The options of a plan: its goal, and the machine, which has the budgets as `gpu_bytes` and `host_bytes`.
+
+    `most_gpu_bytes` is the largest budget that the GPU's memory allows, None if that is not known.
+    """
 
     target: str
     machine: Machine
     gap: float = GAP
     fingerprint: str | None = None
+    most_gpu_bytes: int | None = None
 
     @property
     def capacity(self) -> Machine:
@@ -148,7 +152,7 @@ def _solve(task: PlacementTask, problem: PlacementProblem, options: PlanOptions)
     problems = (
         latency_problem if options.objective == "latency" else partial(impact_problem, kv_cache_on_accelerator=True)
     )
-    raise infeasible_placement_error(task, problems, options.margin)
+    raise infeasible_placement_error(task, problems, options.margin, options.most_gpu_bytes)
 
 
 def _wheres(problem: PlacementProblem, places: Sequence[StagePlace]) -> list[PartPlaces]:
@@ -231,7 +235,7 @@ def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
     task = replace(task_of(model, Firing(layers, _SOURCE), options), lends_caches=False)
     problem = latency_problem(task)
     if least_host_bytes(problem) > problem.host_capacity_bytes:
-        raise infeasible_placement_error(task, latency_problem, options.margin)
+        raise infeasible_placement_error(task, latency_problem, options.margin, options.most_gpu_bytes)
     if problem.gpu_capacity_bytes == 0:
         return None
     places = accelerator_only(task, problem)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from picompile.choices import planned_title
 from picompile.errors import DoesNotFitError, SolverError
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.model_bytes import ModelBytes
@@ -138,21 +139,44 @@ def _place(problem: PlacementProblem, number: int, label: object, groups: int) -
 
 _ANY_BYTES = 1 << 62
 _MIB, _GIB = 2**20, 2**30
+_UNITS = {"MiB": _MIB, "GiB": _GIB}
 
 
 def infeasible_placement_error(
-    task: PlacementTask, problems: Callable[[PlacementTask], PlacementProblem], margin: float
+    task: PlacementTask,
+    problems: Callable[[PlacementTask], PlacementProblem],
+    margin: float,
+    most_gpu_bytes: int | None = None,
 ) -> DoesNotFitError:
     """Build the error for an infeasible placement: what is lacking, and the smallest budgets that would do.
 
-    `problems` makes the placement problem of a task; the share `margin` of the budgets that are named is left free.
+    `problems` makes the placement problem of a task; the share `margin` of the budgets that are named is left free. A
+    budget of the GPU above `most_gpu_bytes` is not named.
+    """
+    host, gpu = _least_budgets(task, problems, margin)
+    if gpu is not None and most_gpu_bytes is not None and gpu > most_gpu_bytes:
+        gpu = None
+    machine = task.machine
+    unit = "GiB" if min(host, host if gpu is None else gpu) >= _GIB else "MiB"
+    memory = f"{_size(max(0, machine.host_bytes), unit)} of host memory"
+    if machine.gpu_bytes_per_s:
+        memory += f" and {_size(machine.gpu_bytes, unit)} of the GPU's"
+    ways = [f"--host-memory {_budget(host, unit)}"]
+    if gpu is not None:
+        ways.append(f"--vram-budget {_budget(gpu, unit)}")
+    name = f"{task.model.name} in {planned_title(None, task.model.quant)}"
+    return DoesNotFitError(f"{name} does not fit: {memory} may be taken; it would with {' or with '.join(ways)}")
+
+
+def _least_budgets(
+    task: PlacementTask, problems: Callable[[PlacementTask], PlacementProblem], margin: float
+) -> tuple[float, float | None]:
+    """Return the smallest budgets of the host and of the GPU that would do, the other side as it is.
+
+    The GPU's is None where no budget is enough.
     """
     model, machine, kept = task.model, task.machine, 1 - margin
     everywhere, lent = model.workspace_bytes + model.table_bytes, task.lent_bytes
-    text = (
-        f"{model.name} in {model.quant} does not fit: {max(0, machine.host_bytes) / _GIB:.2f} GiB of host memory may "
-        f"be taken and {machine.gpu_bytes / _GIB:.2f} GiB of the GPU's"
-    )
     problem, any_gpu = problems(task), replace(machine, gpu_bytes=_ANY_BYTES)
     host = least_host_bytes(problem) + (lent if problem.gpu_capacity_bytes > 0 else 0)
     gpu: float | None = None
@@ -170,15 +194,17 @@ def infeasible_placement_error(
             host = min(host, whole.host_bytes)
         if whole.host_bytes <= free.host_capacity_bytes:
             gpu = whole.gpu_bytes if gpu is None else min(gpu, whole.gpu_bytes)
-    ways = [f"--host-memory {_budget((host + everywhere + model.embedding_bytes) / kept)}"]
-    if gpu is not None:
-        ways.append(f"--vram-budget {_budget((gpu + of_gpu) / kept)}")
-    return DoesNotFitError(f"{text}; it would with {' or with '.join(ways)}")
+    return (host + everywhere + model.embedding_bytes) / kept, None if gpu is None else (gpu + of_gpu) / kept
 
 
-def _budget(size: float) -> str:
+def _size(count: float, unit: str) -> str:
+    return f"{count / _UNITS[unit]:.2f} {unit}"
+
+
+def _budget(count: float, unit: str) -> str:
     """Return a size for the command line, rounded up: what the margin leaves of it is rounded down."""
-    return f"{int(size // _MIB) + 1}MiB"
+    hundredths = int(100 * count // _UNITS[unit]) + 1
+    return f"{hundredths / 100:.2f}{unit}"
 
 
 def _least_gpu_bytes(

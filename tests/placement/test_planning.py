@@ -16,6 +16,7 @@ from picompile.placement.machine import Machine
 from picompile.placement.plan import Plan, check_budgets
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.problem import PlacementTask, evaluate, latency_problem
+from picompile.quantities import parse_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)
 _MIB = 2**20
@@ -68,13 +69,15 @@ def test_the_infeasible_error_names_the_smallest_budgets(seed: int, objective: s
         message = str(error)
     else:
         return
-    host = re.search(r"--host-memory (\d+)MiB", message)
-    gpu = re.search(r"--vram-budget (\d+)MiB", message)
-    assert host, message
+    host = re.search(r"--host-memory ([\d.]+[MG]iB)", message)
+    gpu = re.search(r"--vram-budget ([\d.]+[MG]iB)", message)
+    assert host and len(set(re.findall("[MG]iB", message))) == 1, message
     for found, name in ((host, "host_bytes"), (gpu, "gpu_bytes")):
         if found is None:
             continue
-        for budget, fits in ((int(found[1]) * _MIB, True), ((int(found[1]) - 2) * _MIB, False)):
+        # What is named is rounded up to a hundredth of its unit.
+        named, rounded = parse_bytes(found[1], name), parse_bytes(f".01{found[1][-3:]}", name)
+        for budget, fits in ((named, True), (named - rounded - 2 * _MIB, False)):
             machine = Machine(**{**vars(task.machine), name: max(0, budget)})
             options = PlanOptions("random", machine, objective=objective, tokens=task.tokens)
             if fits:
@@ -82,6 +85,26 @@ def test_the_infeasible_error_names_the_smallest_budgets(seed: int, objective: s
             elif budget > 0:
                 with pytest.raises(DoesNotFitError):
                     make_plan(task.model, task.firing, options)
+
+
+def test_the_infeasible_error_names_what_a_gpu_can_have() -> None:
+    task = random_task(5)
+    # With the rest on the GPU, half of what it would need is enough for the host.
+    tight = replace(task.machine, gpu_bytes=1, host_bytes=100 * _MIB)
+    for most, named in ((None, True), (1 << 40, True), (1 << 20, False)):
+        message = _refused(task, tight, most)
+        assert message is not None and " of the GPU's may be taken; it would with --host-memory " in message
+        assert ("--vram-budget" in message) == named
+    message = _refused(task, Machine(0, 0.0, 1, 30e9, 0.0, 0.0), 0)
+    assert message is not None and "GPU" not in message
+
+
+def _refused(task: PlacementTask, machine: Machine, most_gpu_bytes: int | None) -> str | None:
+    try:
+        make_plan(task.model, task.firing, PlanOptions("any", machine, margin=0.0, most_gpu_bytes=most_gpu_bytes))
+    except DoesNotFitError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.slow("plans many random models")
