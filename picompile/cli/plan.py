@@ -11,13 +11,14 @@ import typer
 
 from picompile.choices import DEFAULT_QUANT, STORED, check_quant, planned_format, planned_title
 from picompile.cli.checks import require_output_file
-from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
+from picompile.cli.options import DebugOption, JsonOption
 from picompile.cli.plan_show import show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.frontend.model_file import require_model
 from picompile.hub import download_config, parse_model, resolve_model
 from picompile.machine.targets import Target
+from picompile.options import OVERWRITE
 from picompile.output import parents_of
 from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import MachineOptions, PlanMachine, check_machine_options, find_machine
@@ -156,7 +157,7 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan, for compile --plan.")
     ] = None,
-    overwrite: OverwriteOption = False,
+    overwrite: Annotated[bool, replace(OVERWRITE, common=False)] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -100,8 +100,8 @@ class MachineOptions:
 
     target: str = option(LOCAL, "The machine to plan for; see `picompile targets`.", metavar="NAME", common=True)
     vram_budget: str | None = replace(VRAM_BUDGET, common=True).field(None)
-    host_memory: str | None = HOST_MEMORY.field(None)
-    host_bandwidth: str | None = HOST_BANDWIDTH.field(None)
+    host_memory: str | None = replace(HOST_MEMORY, common=True).field(None)
+    host_bandwidth: str | None = replace(HOST_BANDWIDTH, common=True).field(None)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ class ModelOptions:
         None,
         "learned, exact, sign or none, or a plug-in's. Default: learned where neurons can be silent, else none.",
         metavar="KIND",
-        common=True,
     )
     predictor_quant: str | None = PREDICTOR_QUANT.field(None)
     predictor_input: str | None = option(

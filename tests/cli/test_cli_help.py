@@ -58,6 +58,19 @@ def test_a_long_text_is_short_without_help_all(cli: Cli) -> None:
         assert "mxfp4" in options_of(command)["--quant"].help
 
 
+def test_plan_shows_what_a_buyer_needs() -> None:
+    shown = {name for name, option in options_of("plan").items() if option.rich_help_panel != MORE}
+    assert shown >= {
+        "--target",
+        "--vram-budget",
+        "--host-memory",
+        "--host-bandwidth",
+        "--shape",
+        "--firing",
+        "--prompt",
+    }
+
+
 def test_compile_shows_eight_options() -> None:
     assert {name for name, option in options_of("compile").items() if option.rich_help_panel is None} == COMPILE
 
