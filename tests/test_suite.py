@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,10 @@ def test_the_two_runs_are_all_tests() -> None:
     assert runs == ['-m "not slow"', "-m slow --share $(SHARE) --share-seed $(SEED)", "-m slow"]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in script if line.startswith("make ")] == ["make test", "make test-share"]
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Pytest imports them by their names alone, and one of two with the same name would not run."""
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if "__pycache__" not in path.parts]
+    names = Counter(path.name for path in paths)
+    assert len(paths) > 300 and [name for name, count in names.items() if count > 1] == []

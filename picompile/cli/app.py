@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 from typer.main import get_command
@@ -77,10 +77,13 @@ def report(error: BaseException, *, debug: bool) -> int:
         return code
     if not debug:
         text = text.strip().splitlines()[0]
-    with suppress(OSError, ValueError):  # if stderr accepts nothing, there is still the exit code
+    try:
         if debug:
             traceback.print_exception(error, file=sys.stderr)
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        # It accepts nothing, but there is still the exit code.
+        _silence(sys.stderr)
     return code
 
 
@@ -181,9 +184,14 @@ def complete_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """Discard all further output: Python flushes stdout once more when it ends, and that would fail again."""
+    """Discard all further output on stdout."""
+    _silence(sys.stdout)
+
+
+def _silence(stream: IO[str]) -> None:
+    """Discard what is still written to a stream: Python flushes it once more when it ends, which would fail again."""
     with suppress(OSError, ValueError):  # not a real file, as under a test
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_open(number: int) -> bool:
