@@ -75,7 +75,7 @@ FOUR_BITS = "4bit"
 CANDIDATES = ("q4_k", "q4_1", "q5", "q5_k", "q6_k", "q8")
 # What a checkpoint that is not quantized is rounded to, unless the user asks for something else.
 DEFAULT_QUANT = FOUR_BITS
-# What short helps say of --quant.
+# The short help shows this text for --quant.
 SHORT_QUANT = f"Weight format, such as 4bit, q8 or f16. Default: {DEFAULT_QUANT}, or {STORED} if MODEL is quantized."
 
 # A budget of bits a weight, for which each matrix gets a format of its own; `auto` takes as few as keep the model's

@@ -49,7 +49,7 @@ def list_command(json_output: JsonOption = False, debug: DebugOption = False) ->
     for each in entries:
         size, used = format_bytes(each.size_bytes), _ago(now - each.used_s)
         rows.append((each.name, each.quant, str(each.context), size, used))
-        # The same files by another name.
+        # Another name of the same files has a row of its own.
         rows += [(other, "", "", "", "") for other in each.also]
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
     for row in (_HEADINGS, *rows):

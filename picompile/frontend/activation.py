@@ -15,7 +15,7 @@ _FIELDS = (
     *("hidden_act", "activation_function", "hidden_activation", "activation"),
     *("mlp_hidden_act", "ff_activation", "afn"),
 )
-# How papers write the dialect's names.
+# Papers write the dialect's names so.
 _TITLES = {
     "relu": "ReLU",
     "relu2": "ReLU²",

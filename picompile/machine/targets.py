@@ -275,7 +275,7 @@ def find_planned(name: str) -> Target | None:
     return TARGETS.get(_spelled(name, target_names(), target_names()))
 
 
-# What is sold as "NVIDIA GeForce RTX 4090" is the row 4090.
+# Shops put these words before the name of a row, as in "NVIDIA GeForce RTX 4090".
 _MAKER = re.compile(r"(?:nvidia|geforce|rtx|[\s_-])+", re.IGNORECASE)
 
 

@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def gains(self) -> dict[str, float | None]:
-        """How many times as fast the plan is as `dense` inference and as the host alone; None if these do not fit."""
+        """The gains in speed over `dense` inference and over the host alone; None for one that does not fit."""
         others = {"dense": self.dense_tokens_per_s, "without_gpu": self.without_gpu_tokens_per_s}
         return {name: self.tokens_per_s / speed if speed else None for name, speed in others.items()}
 

@@ -81,7 +81,7 @@ def test_files_of_an_earlier_download_are_checked_too(hub: FakeHub) -> None:
     hub.add("a/b", CHECKPOINT)
     found = load("a/b")
     (weights,) = (path for path in found.files if path.name == "model.safetensors")
-    # As after a download that was killed before its check.
+    # A download that was killed before its check leaves such a file.
     weights.resolve().write_bytes(b"w" * 4999 + b"W")
     with pytest.raises(UsageError, match=r"model.safetensors arrived damaged and was removed"):
         load("a/b")

@@ -133,7 +133,7 @@ def test_every_field_of_a_plan_is_required_and_strange_values_are_harmless(small
             _hold(path, replaced(content, place, value), place)
         # A shorter memory account, fewer baselines, or a plan of an earlier version are a plan too.
         later = ("experts", "chosen", "host_dense_efficiency", "host_tokens_per_s")
-        # What other programs read, and we make of other fields.
+        # Other programs read these; we make them of other fields.
         derived = place[0] in ("gains", "without_gpu_tokens_per_s")
         is_plan = (place[0] in ("memory", "baselines") and len(place) == 2) or place[-1] in later or derived
         if not is_plan:

@@ -75,7 +75,7 @@ def test_the_infeasible_error_names_the_smallest_budgets(seed: int, objective: s
     for found, name in ((host, "host_bytes"), (gpu, "gpu_bytes")):
         if found is None:
             continue
-        # What is named is rounded up to a hundredth of its unit.
+        # The error rounds a budget up to a hundredth of its unit.
         named, rounded = parse_bytes(found[1], name), parse_bytes(f".01{found[1][-3:]}", name)
         for budget, fits in ((named, True), (named - rounded - 2 * _MIB, False)):
             machine = Machine(**{**vars(task.machine), name: max(0, budget)})

@@ -25,7 +25,7 @@ from picompile_passes.graph.nodes import attribute, has_real_data
 _NAMESPACES = ("aten", "picompile")
 
 
-# Of numbers of the graph itself: an order of a million rows has 8 MB, and compresses well.
+# The limit for a constant of the graph itself: an order of a million rows has 8 MB, and compresses well.
 _MOST_BYTES = 8 << 20
 
 

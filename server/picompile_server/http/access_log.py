@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from picompile_server.http.models import used_models
 
-# What watches over the server asks every few seconds.
+# Monitoring asks for these every few seconds.
 _UNLOGGED = frozenset(("/health", "/metrics"))
 _MOST_LETTERS = 200
 _MOST_BODY_BYTES = 1 << 14

@@ -69,7 +69,7 @@ def test_a_file_of_blocks_is_read_in_the_same_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("type_name", ["F16", "Q8_0"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3", "nemotron", "gpt2", "falcon-40b", "phi3"])
 def test_examples_are_read_in_the_same_way(tmp_path: Path, name: str, type_name: str) -> None:
-    """Of some, rows are in another order, numbers are changed, or several tensors make a parameter."""
+    """Some have rows in another order, changed numbers, or parameters that several tensors make."""
     found = check(save_example(tmp_path, name, type_name))
     offsets = {tensor.offset for key, tensor in found.tensors.items() if key.endswith("norm.weight")}
     assert offsets <= {-1.0 if name in ("gemma2", "gemma3", "nemotron") else 0.0}

@@ -131,7 +131,7 @@ def test_a_system_message_is_the_users_where_a_template_rejects_it() -> None:
     chat = [*LATER[:3], {"role": "assistant", "content": "Yes?"}, *user("Bye")]
     fitted = Tokenizer(TEXT, {}, GEMMA).fit_messages(chat)
     assert fitted == [*user("Be kind.\n\nBe brief.\n\nHi"), *chat[3:]]
-    # What rejects everything is not adapted, and says why.
+    # A template that rejects everything is not adapted, and says why.
     assert Tokenizer(TEXT, {}, "{{ raise_exception('no') }}").fit_messages(chat[1:]) == chat[1:]
 
 

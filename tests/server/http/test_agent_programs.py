@@ -22,7 +22,7 @@ from picompile_server.model import ServedModel
 pytestmark = pytest.mark.slow("runs programs of node and native ones")
 
 QUESTION = "What is here?"
-# What each program calls its tool for commands, and that tool's argument.
+# Each program's name for its tool for commands is here, with that tool's argument.
 COMMANDS = {"exec_command": "cmd", "Bash": "command", "bash": "command"}
 
 
@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(text)
         kept = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "TMPDIR")}
-        # What each of them calls the wish to be left alone.
+        # Each program has a variable of its own that keeps it from calling home.
         quiet = ("DO_NOT_TRACK", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY", "OPENCODE_DISABLE_AUTOUPDATE")
         quiet += ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "OPENCODE_DISABLE_MODELS_FETCH")
         environment = {**kept, **dict.fromkeys(quiet, "1"), "CONTINUE_TELEMETRY_ENABLED": "0", "HOME": str(home)}

@@ -53,7 +53,7 @@ CODEX: dict[str, Any] = {
     "prompt_cache_key": "0199",
     "client_metadata": {"session_id": "1", "x-codex-turn-metadata": "{}"},
 }
-# What it sends for OpenAI's own models, by codex-rs/codex-api/src/common.rs, `ResponsesApiRequest`.
+# Codex sends this for OpenAI's own models, by codex-rs/codex-api/src/common.rs, `ResponsesApiRequest`.
 CODEX_FOR_OPENAI: dict[str, Any] = {
     **CODEX,
     "instructions": "You are Codex.",
